@@ -288,6 +288,8 @@ mod on_their_own_gpu {
                     if dims == "64_short" && logits == "softcap_alibi" {
                         continue;
                     }
+                    // Packed keys that are few make tiny tiles of short sequences.
+                    let rows = if dims == "64_short" { 400 } else { 900 };
                     // More work tiles than SMs, each with several blocks of keys.
                     let spec = BatchSpec {
                         dtypes,
@@ -295,7 +297,7 @@ mod on_their_own_gpu {
                         value_dim: Some(value_dim),
                         softcap,
                         heads: (Gpu::sms().div_ceil(4), 1),
-                        lengths: vec![(900, 1000)],
+                        lengths: vec![(rows, 1000)],
                         mask,
                         ..BatchSpec::default()
                     };

@@ -66,11 +66,10 @@ pub(super) fn launches<'c>(call: &Call<'c>) -> Result<Option<Launches<'c>>> {
 impl HopperPrefill {
     /// `None` for calls that the portable kernels compute.
     pub(super) fn of(problem: &Attention, device: &Device) -> Option<Self> {
-        let (rows, seqs) = (problem.num_rows as i64, problem.max_seqs as i64);
         let group = (problem.num_q_heads / problem.num_kv_heads) as i64;
         let pack_gqa = (group & -group).min(64);
         let takes = |tile: &&HopperPrefillTile| {
-            !tile.splits_keys && tile.serves(problem) && tile.takes_lengths(problem, rows * pack_gqa, seqs)
+            !tile.splits_keys && tile.serves(problem) && tile.takes_lengths(problem, pack_gqa)
         };
         let tile = HOPPER_PREFILL.iter().filter(takes).min_by_key(|tile| tile.preference())?;
         let prefill = Self { tile, pack_gqa, packs_per_kv_head: group / pack_gqa };

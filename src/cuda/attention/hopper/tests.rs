@@ -44,43 +44,52 @@ fn calls_with_a_variant_take_the_kernel() {
     assert_eq!(first_kernel(&short), "attention_bf16_128_decode_8warps_none");
 }
 
+/// A call of so many query rows and this mask, which packs two query heads.
+fn of_lengths(plain: &Attention<'static>, head_dim: usize, rows: usize, window_right: i64) -> Attention<'static> {
+    let q = Tensor::dense(DType::BF16, null_mut(), &[1000, 12, 64]);
+    let mut problem = Attention { q, head_dim, value_dim: head_dim, num_rows: rows, ..*plain };
+    problem.score.window_right = window_right;
+    problem
+}
+
 #[test]
 fn short_causal_sequences_take_short_tiles() {
-    let tall = "hopper_prefill_bf16_64_contiguous_none";
-    let short = "hopper_prefill_bf16_64_short_contiguous_none";
-    let named = |head_dim: usize, rows: usize, window_right| {
-        let plain = ragged();
-        let q = Tensor::dense(DType::BF16, null_mut(), &[1000, 12, 64]);
-        let mut problem = Attention { q, head_dim, value_dim: head_dim, num_rows: rows, ..plain };
-        problem.score.window_right = window_right;
-        first_kernel(&problem)
-    };
-    // Two query heads are packed.
-    assert_eq!(named(64, 7 * 512, 0), short);
+    let named = |head_dim, rows, window_right| first_kernel(&of_lengths(&paged(16), head_dim, rows, window_right));
+    let tall = "hopper_prefill_bf16_64_paged_none";
+    assert_eq!(named(64, 7 * 512, 0), "hopper_prefill_bf16_64_short_paged_none");
     assert_eq!(named(64, 7 * 512 + 1, 0), tall);
     assert_eq!(named(64, 7 * 512, -1), tall);
-    assert_eq!(named(128, 7 * 512, 0), "hopper_prefill_bf16_128_contiguous_none");
+    assert_eq!(named(128, 7 * 512, 0), "hopper_prefill_bf16_128_paged_none");
 }
 
 #[test]
 fn very_short_sequences_take_tiny_tiles() {
-    let with = |head_dim: usize, rows: usize, total: usize, batch_invariant: bool| {
+    let with = |head_dim: usize, rows: usize, window_right: i64, total: usize| {
         let plain = ragged();
-        let q = Tensor::dense(DType::BF16, null_mut(), &[1000, 12, 64]);
         let keys = Keys { storage: KeyStorage::Contiguous { total }, ..plain.keys };
-        let problem = Attention { q, head_dim, value_dim: head_dim, num_rows: rows, keys, batch_invariant, ..plain };
-        let named = named_on(&problem, &device(true));
+        of_lengths(&Attention { keys, ..plain }, head_dim, rows, window_right)
+    };
+    let named = |problem: &Attention| {
+        let named = named_on(problem, &device(true));
         (named[0].0, named.len())
     };
-    let tiny = "hopper_prefill_bf16_128_tiny_contiguous_none";
-    let plain = "hopper_prefill_bf16_128_contiguous_none";
-    assert_eq!(with(64, 7 * 128, 7 * 256, false), ("hopper_prefill_bf16_64_tiny_contiguous_none", 1));
-    assert_eq!(with(96, 7 * 112, 7 * 112, false), (tiny, 1));
-    assert_eq!(with(128, 7 * 112, 7 * 224, false), (tiny, 1));
-    assert_eq!(with(128, 7 * 112 + 1, 7 * 112, false).0, plain);
-    // Many keys, and results that do not depend on the batch.
-    assert_eq!(with(128, 7 * 112, 7 * 224 + 1, false).0, plain);
-    assert_eq!(with(128, 7 * 112, 7 * 112, true).0, plain);
+    let tiny = |bucket| (format!("hopper_prefill_bf16_{bucket}_tiny_contiguous_none"), 1);
+    for (bucket, head_dim, rows, window_right) in
+        [(64, 64, 512, 0), (64, 40, 128, -1), (128, 96, 112, 0), (128, 128, 112, -1)]
+    {
+        let problem = with(head_dim, 7 * rows, window_right, 14 * rows);
+        let (name, launches) = named(&problem);
+        assert_eq!((name.to_owned(), launches), tiny(bucket));
+        let longest = |longest| Attention { queries: Queries { longest, ..problem.queries }, ..problem };
+        assert_eq!(named(&longest(4 * rows)), (name, 1));
+        // One row more; more keys; a long sequence; results that do not depend on the batch.
+        let longer = Attention { num_rows: 7 * rows + 1, ..problem };
+        let more_keys = with(head_dim, 7 * rows, window_right, 14 * rows + 1);
+        let invariant = Attention { batch_invariant: true, ..problem };
+        for other in [longer, more_keys, longest(4 * rows + 1), invariant] {
+            assert!(!named(&other).0.contains("tiny"));
+        }
+    }
 }
 
 #[test]

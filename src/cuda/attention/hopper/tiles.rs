@@ -5,6 +5,9 @@ use crate::cuda::tiles::HopperPrefillTile;
 use crate::problem::attention::{Attention, KeyStorage};
 use crate::tensor::DType;
 
+/// The longest sequence, where it is known, has at most this many times the rows that a tile for short sequences takes on average.
+const LONGEST_TO_MEAN: i64 = 4;
+
 impl HopperPrefillTile {
     /// Packed query rows per work tile.
     pub(in crate::cuda::attention) fn rows(&self) -> i64 {
@@ -36,27 +39,33 @@ impl HopperPrefillTile {
         self.ctas_per_sm > 1
     }
 
-    /// Whether the tile is for `rows` packed rows in `seqs` sequences. Tiles for short sequences have fewer rows and so
-    /// compute fewer masked scores at the diagonal (D 64, causal, 1k: 299 TFLOP/s instead of 280; 4k: 432 instead of 466);
-    /// without a mask those of 128 rows are slower (410 instead of 437). Tiny tiles are for packed keys, no more than twice as
+    /// Whether the tile is for sequences of any length.
+    fn is_general(&self) -> bool {
+        self.max_full_rows == 0 && self.max_causal_rows == 0
+    }
+
+    /// Whether the tile is for a call that packs `pack_gqa` query heads. Tiles for short sequences have fewer rows, so they
+    /// compute fewer masked scores at the diagonal and waste fewer rows. Tiny tiles are for packed keys, no more than twice as
     /// many as query rows. Their blocks have 64 keys, so the lengths of other sequences change a result's bits.
-    pub(super) fn takes_lengths(&self, problem: &Attention, rows: i64, seqs: i64) -> bool {
-        if self.max_mean_rows == 0 {
+    pub(super) fn takes_lengths(&self, problem: &Attention, pack_gqa: i64) -> bool {
+        if self.is_general() {
             return true;
         }
-        let suits = if self.is_tiny() {
-            let has_few_keys =
-                matches!(problem.keys.storage, KeyStorage::Contiguous { total } if total <= 2 * problem.num_rows);
-            has_few_keys && !problem.batch_invariant
-        } else {
-            problem.score.window_right >= 0
-        };
-        suits && rows <= i64::from(self.max_mean_rows) * seqs
+        let has_few_keys =
+            matches!(problem.keys.storage, KeyStorage::Contiguous { total } if total <= 2 * problem.num_rows);
+        if self.is_tiny() && (!has_few_keys || problem.batch_invariant) {
+            return false;
+        }
+        let max_rows = if problem.score.window_right >= 0 { self.max_causal_rows } else { self.max_full_rows };
+        let max_queries = i64::from(max_rows) / pack_gqa;
+        // A few sequences that are much longer than the others have most of the work.
+        problem.num_rows as i64 <= max_queries * problem.max_seqs as i64
+            && problem.queries.longest as i64 <= LONGEST_TO_MEAN * max_queries
     }
 
     /// The least of the tiles that take a call is the best: tiny ones, then the smallest bucket, then short tiles.
     pub(super) fn preference(&self) -> impl Ord {
-        (!self.is_tiny(), self.columns(), self.max_mean_rows == 0)
+        (!self.is_tiny(), self.columns(), self.is_general())
     }
 
     /// Whether D and Dv fit. The fp8 tiles take exactly theirs, because fewer columns would change what small D compute:
