@@ -1,10 +1,11 @@
-"""`make plot`: draws docs/prefill.svg, docs/decode.svg and docs/train.svg from the JSON files beside them.
+"""`make plot`: draws the figures of docs/, each an SVG file, from the JSON file of the same name beside it.
 
-These are the last lines of `make bench ARGS=prefill.py` and `make bench ARGS=decode.py`, and the losses that
-`examples/train.py --json docs/train.json` writes.
+prefill.json, decode.json and sweep.json are the last lines of `make bench ARGS=prefill.py` and so on, train.json the
+losses that `examples/train.py --json docs/train.json` writes.
 """
 
 import json
+import math
 import pathlib
 
 import matplotlib
@@ -81,6 +82,28 @@ def decode(measured):
     return figure
 
 
+def sweep(measured):
+    """The share of the GPU's limits over queries (x) and batches of contexts (y), one panel per heads."""
+    shares = {}
+    for name, _, share in measured["rows"]:
+        heads, seqs, _, queries, _, keys = name.split()
+        shares.setdefault(heads, {})[int(seqs), int(keys), int(queries)] = share
+    cells = [cell for panel in shares.values() for cell in panel]
+    batches = sorted({cell[:2] for cell in cells}, reverse=True)
+    queries = sorted({cell[2] for cell in cells})
+    figure, axes = pyplot.subplots(1, len(shares), figsize=(3.1 * len(shares) + 1.5, 4.6), sharey=True)
+    for panel, (heads, known) in zip(axes, shares.items(), strict=True):
+        grid = [[known.get((*batch, count), math.nan) for count in queries] for batch in batches]
+        image = panel.pcolormesh(grid, cmap="RdYlGn", vmin=0, vmax=1, rasterized=True)
+        panel.set(title=f"{heads} heads", xlabel="queries")
+        panel.set_xticks([x + 0.5 for x in range(len(queries))], queries, rotation=90, fontsize="small")
+    labels = [f"{seqs} x {keys // 1024}k" if keys >= 1024 else f"{seqs} x {keys}" for seqs, keys in batches]
+    axes[0].set_yticks([y + 0.5 for y in range(len(batches))], labels, fontsize="small")
+    figure.colorbar(image, ax=axes[-1], label="share of the bound")
+    figure.suptitle(f"causal, D 128, page 16, bf16, {measured['gpu']}, {measured['date']}", fontsize="medium")
+    return figure
+
+
 def train(measured):
     """The losses of examples/train.py with our attention and with plain attention, one panel per device."""
     figure, axes = pyplot.subplots(1, len(measured), figsize=(5 * len(measured), 3.6), squeeze=False)
@@ -97,7 +120,7 @@ def train(measured):
 
 def main():
     """Draw all figures."""
-    for plot in (prefill, decode, train):
+    for plot in (prefill, decode, sweep, train):
         name = plot.__name__
         # Equal numbers give equal files.
         matplotlib.rcParams["svg.hashsalt"] = name

@@ -23,38 +23,16 @@ import torch
 import harness
 import peers
 import prefill
+from graph_nodes import check, driver, kernel_nodes
 from prefill_cases import CASES
 
 # HopperPrefillParams (src/cuda/params/hopper_prefill.rs): its size, and the offsets of fields that a variant changes.
 PARAMS_BYTES, ALIGNMENT = 1024, 64
 OFFSETS = {"q": 448, "k": 576, "v": 704, "next_tile": 960}
 # Enumerators of cuda.h.
-KERNEL_NODE, MAX_DYNAMIC_SHARED_BYTES, BF16, SWIZZLE_128B, PROMOTE_256B = 0, 8, 9, 3, 3
+MAX_DYNAMIC_SHARED_BYTES, BF16, SWIZZLE_128B, PROMOTE_256B = 8, 9, 3, 3
 # The largest relative error of a variant: another block size rounds differently.
 TOLERANCE = 3e-3
-
-
-@functools.cache
-def driver():
-    """The CUDA driver library."""
-    return ctypes.CDLL("libcuda.so.1")
-
-
-def check(result, what):
-    """Assert that a driver call succeeded."""
-    assert result == 0, f"{what}: CUDA error {result}"
-
-
-class NodeParams(ctypes.Structure):
-    """CUDA_KERNEL_NODE_PARAMS_v2."""
-
-    _fields_ = [
-        ("function", ctypes.c_void_p),
-        *((name, ctypes.c_uint) for name in ("grid", "grid_y", "grid_z", "threads", "threads_y", "threads_z")),
-        ("shared_bytes", ctypes.c_uint),
-        ("arguments", ctypes.POINTER(ctypes.c_void_p)),
-        *((name, ctypes.c_void_p) for name in ("extra", "kernel", "context")),
-    ]
 
 
 def launch_of(call):
@@ -62,24 +40,10 @@ def launch_of(call):
     graph = torch.cuda.CUDAGraph(keep_graph=True)
     with torch.cuda.graph(graph, stream=torch.cuda.Stream()):
         result = call()
-    raw, count = ctypes.c_void_p(graph.raw_cuda_graph()), ctypes.c_size_t()
-    check(driver().cuGraphGetNodes(raw, None, ctypes.byref(count)), "cuGraphGetNodes")
-    nodes = (ctypes.c_void_p * count.value)()
-    check(driver().cuGraphGetNodes(raw, nodes, ctypes.byref(count)), "cuGraphGetNodes")
-    for node in map(ctypes.c_void_p, nodes):
-        kind, params, name = ctypes.c_int(), NodeParams(), ctypes.c_char_p()
-        check(driver().cuGraphNodeGetType(node, ctypes.byref(kind)), "cuGraphNodeGetType")
-        if kind.value != KERNEL_NODE:
-            continue
-        check(driver().cuGraphKernelNodeGetParams_v2(node, ctypes.byref(params)), "cuGraphKernelNodeGetParams")
-        if params.function:
-            driver().cuFuncGetName(ctypes.byref(name), ctypes.c_void_p(params.function))
-        else:
-            driver().cuKernelGetName(ctypes.byref(name), ctypes.c_void_p(params.kernel))
-        if b"hopper_prefill" in (name.value or b""):
+    for name, params in kernel_nodes(graph):
+        if "hopper_prefill" in name:
             argument = ctypes.string_at(params.arguments[0], PARAMS_BYTES)
-            kernel = name.value.decode().removeprefix("xa_")
-            return kernel, argument, (params.grid, params.threads, params.shared_bytes), result, graph
+            return name.removeprefix("xa_"), argument, (params.grid, params.threads, params.shared_bytes), result, graph
     return None
 
 
