@@ -46,6 +46,8 @@ class WorkPartitioner {
   static_assert(!kFixedSplits || kMinFixedSplitKeys == kKvChunkKeys << kMinFixedSplitShift);
   /// A boundary may move by a fraction 1 / kSlack of the work range, if that keeps a tile whole.
   static constexpr int kSlack = 32;
+  /// Sequences whose rows do not fit a tile of decode have several large tiles, which read the same keys.
+  static constexpr bool kAlignsTiles = kRows >= 64;
   /// More chunks than this are not counted. With 32 bits, the sum over the threads of a round still cannot overflow.
   static constexpr Index kLimit = sizeof(Index) == 4 ? Index{1} << 22 : Index{1} << 62;
   static_assert(sizeof(Index) == 8 || kPerRound < 512);
@@ -194,6 +196,13 @@ class WorkPartitioner {
     // If rounding up to whole tiles of the first sequence's length costs little, batches of equal lengths stay whole.
     const Index fitted = divide_up<Index>(range_chunks, first_tile_chunks) * first_tile_chunks;
     if (fitted - range_chunks <= range_chunks / kSlack) range_chunks = fitted;
+    if constexpr (kAlignsTiles) {
+      // Likewise up to a whole fraction of such a tile: then the tiles of a sequence are split alike, and the CTAs that
+      // walk the same keys do so at the same time.
+      const Index parts = max(first_tile_chunks / range_chunks, Index{1});
+      const Index part = divide_up<Index>(first_tile_chunks, parts);
+      if (part >= range_chunks && part - range_chunks <= range_chunks / kSlack) range_chunks = part;
+    }
     kv_split_.range_chunks = range_chunks;
     kv_split_.min_chunks = max(kMinChunks, static_cast<int32_t>(min(range_chunks / kSlack, Index{1} << 28)));
     kv_split_.max_unsplit_chunks = whole ? KvSplit::kNeverSplit : max(2 * kv_split_.min_chunks, kMinTileChunks) - 1;

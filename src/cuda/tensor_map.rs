@@ -13,6 +13,13 @@ const _: () = assert!(align_of::<TensorMap>() == align_of::<sys::CUtensorMap_st>
 /// The maximum rank of a tensor map.
 const MAX_RANK: usize = 5;
 
+/// How much L2 loads around what a box misses.
+#[derive(Clone, Copy, Debug)]
+pub(crate) enum L2Promotion {
+    None,
+    Bytes256,
+}
+
 /// One dimension of a tensor map.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Axis {
@@ -41,7 +48,7 @@ impl TensorMap {
     ///
     /// # Errors
     /// `INTERNAL` if the driver refuses it.
-    pub(crate) fn new(dtype: DType, data: *const u8, axes: &[Axis]) -> Result<Self> {
+    pub(crate) fn new(dtype: DType, data: *const u8, axes: &[Axis], promotion: L2Promotion) -> Result<Self> {
         debug_assert!(axes.len() <= MAX_RANK && supports_tma(dtype, data, axes), "{axes:?}");
         let bytes = dtype.size();
         let (mut lens, mut strides, mut box_lens) = ([1; MAX_RANK], [0; MAX_RANK], [1; MAX_RANK]);
@@ -57,6 +64,10 @@ impl TensorMap {
         let swizzle = match axes[0].box_len * bytes as i64 {
             64 => sys::CUtensorMapSwizzle::CU_TENSOR_MAP_SWIZZLE_64B,
             _ => sys::CUtensorMapSwizzle::CU_TENSOR_MAP_SWIZZLE_128B,
+        };
+        let promotion = match promotion {
+            L2Promotion::None => sys::CUtensorMapL2promotion::CU_TENSOR_MAP_L2_PROMOTION_NONE,
+            L2Promotion::Bytes256 => sys::CUtensorMapL2promotion::CU_TENSOR_MAP_L2_PROMOTION_L2_256B,
         };
         let mut map = Self::NONE;
         driver::present()?;
@@ -74,7 +85,7 @@ impl TensorMap {
                 [1; MAX_RANK].as_ptr(),
                 sys::CUtensorMapInterleave::CU_TENSOR_MAP_INTERLEAVE_NONE,
                 swizzle,
-                sys::CUtensorMapL2promotion::CU_TENSOR_MAP_L2_PROMOTION_L2_256B,
+                promotion,
                 sys::CUtensorMapFloatOOBfill::CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE,
             )
         };

@@ -22,10 +22,12 @@ namespace xa::hopper {
 /// Stage and phase parity of the n-th use of a buffer with kStages stages, as in CUTLASS.
 template <int kStages>
 struct PipelineState {
-  static_assert((kStages & (kStages - 1)) == 0);
+  static constexpr bool kIsPowerOfTwo = (kStages & (kStages - 1)) == 0;
   uint32_t stage;
   uint32_t phase;
-  __device__ __forceinline__ explicit PipelineState(int32_t n) : stage(n & (kStages - 1)), phase(n / kStages & 1) {}
+  __device__ __forceinline__ explicit PipelineState(int32_t n)
+      : stage(kIsPowerOfTwo ? n & (kStages - 1) : static_cast<uint32_t>(n) % kStages),
+        phase((kIsPowerOfTwo ? n / kStages : static_cast<uint32_t>(n) / kStages) & 1) {}
 };
 
 /// An mbarrier and the phase parity to wait for. A wait only tells even phases from odd ones, so a waiter must not fall

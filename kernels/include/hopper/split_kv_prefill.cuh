@@ -81,8 +81,6 @@ __device__ __forceinline__ void split_kv(const HopperSplitKvParams& params, uint
                                 static_cast<int32_t>(gridDim.x) / num_heads};
   init_work_tile<LogitsTransform>(attention, work);
   partition_work<Shape::kThreads, Shape::kRows, Shape::kKeys, false>(attention, work, range, index);
-  store_unpadded_split_record<Shape>(params, work, range, index.index);
-  __syncthreads();
   const int32_t warp = uniform(threadIdx.x / 32);
   if (warp >= Shape::kComputeWarps) {
     ptx::warpgroup_reg_dealloc<Shape::kLoaderRegisters>();
@@ -96,22 +94,18 @@ __device__ __forceinline__ void split_kv(const HopperSplitKvParams& params, uint
       case 2:
         schedule_work_range<Shape>(params, pipeline, work, range, index.index);
         break;
-      default: {
-        const bool ascend = query_starts_ascend(attention);
-        if (threadIdx.x % 32 == 0) {
-          pipeline.starts_ascend() = ascend;
-          pipeline.starts_checked().arrive();
-        }
-      }
+      default:
+        break;
     }
   } else {
     ptx::warpgroup_reg_alloc<Shape::kRegisters>();
+    // While the first blocks are on their way.
+    store_unpadded_split_record<Shape>(params, work, range, index.index);
+    __syncwarp();
     compute_tiles<Shape, T, LogitsTransform>(prefill, pipeline);
     if (params.unpadded.clears_padding_rows == 0) return;
-    pipeline.starts_checked().wait();
-    const bool ascend = pipeline.starts_ascend() != 0;
-    clear_padding_rows<T, Shape::kComputeThreads>(params.unpadded, ascend, live_rows(params.unpadded, ascend),
-                                                  blockIdx.x, gridDim.x);
+    clear_padding_rows<T, Shape::kComputeThreads>(params.unpadded, starts_ascend(work.maxima), range.live, blockIdx.x,
+                                                  gridDim.x);
   }
 }
 

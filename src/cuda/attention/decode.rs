@@ -4,14 +4,18 @@
 use super::split::KvSplit;
 use super::tiles::KERNEL;
 use super::{Call, Launch, Launches, Parameter, UNLIMITED, max_tiles};
+use crate::cuda::device::Device;
 use crate::cuda::enqueue::LaunchConfig;
 use crate::cuda::params::attention::AttentionParams;
-use crate::cuda::params::combine::COMBINE_THREADS;
+use crate::cuda::params::combine::{COMBINE_ITEMS_AT_ONCE, COMBINE_THREADS};
 use crate::cuda::variants;
 use crate::error::Result;
 use crate::problem::attention::Attention;
 
 const COMBINE_KERNEL: &str = "combine";
+
+/// CTAs of the combine kernel that an SM runs at a time.
+const COMBINE_CTAS_PER_SM: i64 = 2;
 
 /// Maximum new rows per KV head that one decode warp stores in the cache. Stores are serial and delay the warp's attention
 /// work; above this a separate update kernel is faster.
@@ -79,22 +83,30 @@ fn launches_for<'c>(call: &Call, tiles: i64, max_queries: i64, are_alone: bool) 
     let grid = [problem.num_kv_heads as u32, split.ranges as u32, 1];
     let config = LaunchConfig { grid, threads: decode.threads(), shared_memory };
     let attend = Launch::new(KERNEL, decode.variant(problem, device)?, config, Parameter::Attention(params));
-    let list = [Some(attend), combine(problem, &split, &params)?].into_iter().flatten().collect();
+    let list =
+        [Some(attend), combine(problem, device, &split, &params, decode.rows())?].into_iter().flatten().collect();
     Ok(Launches { list, store_new_tokens: new_tokens.is_some() })
 }
 
-/// The combine kernel's launch, if a launch with this parameter may split tiles.
+/// The combine kernel's launch, if a launch with this parameter may split tiles, which have about `tile_rows` rows. So many
+/// CTAs divide a tile that each loads partials once, if all of them run at the same time.
 pub(super) fn combine<'c>(
     problem: &Attention,
+    device: &Device,
     split: &KvSplit,
     params: &AttentionParams,
+    tile_rows: i64,
 ) -> Result<Option<Launch<'c>>> {
     let records = split.num_split_records();
     if records == 0 {
         return Ok(None);
     }
     let variant = variants::find(COMBINE_KERNEL, &[variants::dtype_value(problem.out.dtype)])?;
-    let grid = [problem.num_kv_heads as u32, records, 1];
+    let heads = problem.num_kv_heads as i64;
+    let columns_at_once = 4 * i64::from(COMBINE_ITEMS_AT_ONCE * COMBINE_THREADS);
+    let wanted = (tile_rows * problem.value_dim as i64 + columns_at_once - 1) / columns_at_once;
+    let ctas_per_record = wanted.min(COMBINE_CTAS_PER_SM * i64::from(device.sms) / (heads * i64::from(records))).max(1);
+    let grid = [problem.num_kv_heads as u32, records * ctas_per_record as u32, 1];
     let config = LaunchConfig { grid, threads: COMBINE_THREADS as u32, shared_memory: 0 };
     Ok(Some(Launch::new(COMBINE_KERNEL, variant, config, Parameter::Attention(*params))))
 }

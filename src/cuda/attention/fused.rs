@@ -38,7 +38,7 @@ pub(super) fn launches<'c>(call: &Call<'c>) -> Result<Option<Launches<'c>>> {
     let shared_memory = tile.shared_bytes.max(prefill.tile.shared_bytes);
     let config = LaunchConfig { grid: [device.sms, 1, 1], threads: tile.threads(), shared_memory };
     let attend = Launch { next_tile, ..Launch::new(KERNEL, variant, config, parameter) };
-    let combine = decode::combine(problem, &split, &short)?;
+    let combine = decode::combine(problem, device, &split, &short, tile.rows())?;
     let list = [Some(attend), combine].into_iter().flatten().collect();
     Ok(Some(Launches { list, store_new_tokens: false }))
 }

@@ -12,7 +12,7 @@ use crate::cuda::enqueue::LaunchConfig;
 use crate::cuda::kernel_launch::NEXT_TILE_BYTES;
 use crate::cuda::params::attention::AttentionParams;
 use crate::cuda::params::hopper_prefill::{HopperPrefillParams, PageDivisor};
-use crate::cuda::tensor_map::{Axis, TensorMap, supports_tma};
+use crate::cuda::tensor_map::{Axis, L2Promotion, TensorMap, supports_tma};
 use crate::cuda::tiles::{HOPPER_PREFILL, HopperPrefillTile};
 use crate::cuda::variants;
 use crate::error::Result;
@@ -101,21 +101,21 @@ impl HopperPrefill {
         let kernel = if self.is_fp8() { FP8_KERNEL } else { KERNEL };
         let parameter =
             Parameter::Prefill(PrefillParameter { prefill: *self, problem, attention: *attention, next_tile });
-        let launch = Launch::new(kernel, self.variant(problem)?, self.shape(problem, tiles, device), parameter);
+        let launch = Launch::new(kernel, self.variant(kernel, problem)?, self.shape(problem, tiles, device), parameter);
         Ok(Launch { next_tile, ..launch })
     }
 
-    /// The index of the kernel in the table of variants.
-    fn variant(&self, problem: &Attention) -> Result<usize> {
+    /// The index of `kernel`'s variant for the call in the table of variants.
+    pub(super) fn variant(&self, kernel: &str, problem: &Attention) -> Result<usize> {
         let storage = match problem.keys.storage {
             KeyStorage::Contiguous { .. } => "contiguous",
             KeyStorage::Paged(_) => "paged",
         };
         let HopperPrefillTile { head_dim, logits, .. } = self.tile;
         if self.is_fp8() {
-            return variants::find(FP8_KERNEL, &[head_dim, storage, logits]);
+            return variants::find(kernel, &[head_dim, storage, logits]);
         }
-        variants::find(KERNEL, &[variants::dtype_value(problem.q.dtype), head_dim, storage, logits])
+        variants::find(kernel, &[variants::dtype_value(problem.q.dtype), head_dim, storage, logits])
     }
 
     fn is_fp8(&self) -> bool {
@@ -151,9 +151,10 @@ impl HopperPrefill {
         [problem.head_dim, problem.value_dim] != [self.tile.dim, self.tile.value_dim].map(|dim| dim as usize)
     }
 
-    /// Tensor map of K or V with `dim` columns per head, in boxes of `keys` keys.
+    /// Tensor map of K or V with `dim` columns per head, in boxes of `keys` keys. With promotion, calls that read every
+    /// key once take 6 % longer.
     pub(super) fn key_map(&self, problem: &Attention, view: &KvView, dim: usize, keys: i64) -> Result<TensorMap> {
-        TensorMap::new(problem.kv_dtype, view.data, &self.key_axes(problem, view, dim, keys))
+        TensorMap::new(problem.kv_dtype, view.data, &self.key_axes(problem, view, dim, keys), L2Promotion::None)
     }
 
     /// Keys per box: contiguous, those of a block; paged, the largest power of two that divides page and block, so that a
@@ -261,10 +262,23 @@ pub(super) struct PrefillParameter<'c> {
 
 impl PrefillParameter<'_> {
     pub(super) fn params(&self) -> Result<HopperPrefillParams> {
+        let Self { prefill, problem, attention, .. } = self;
+        let rows =
+            |tensor: &Tensor, axes: &[Axis]| TensorMap::new(tensor.dtype, tensor.data, axes, L2Promotion::Bytes256);
+        // f32 O of 16-bit queries, and O with more heads per pack_gqa than rows per warp, is stored row by row.
+        let out_axes = prefill.out_axes(problem);
+        let stores_by_tma = attention.widens_out == 0
+            && prefill.pack_gqa <= WARP_ROWS
+            && supports_tma(problem.out.dtype, problem.out.data, &out_axes);
+        let q = rows(&problem.q, &prefill.query_axes(problem))?;
+        self.params_with(q, stores_by_tma.then(|| rows(&problem.out, &out_axes)).transpose()?)
+    }
+
+    /// The parameter with these tensor maps of q and out. Without the latter O is stored row by row.
+    pub(super) fn params_with(&self, q: TensorMap, out: Option<TensorMap>) -> Result<HopperPrefillParams> {
         let Self { prefill, problem, attention, next_tile } = self;
         let score = &problem.score;
         let clips_columns = prefill.clips_columns(problem);
-        let rows = |tensor: &Tensor, axes: &[Axis]| TensorMap::new(tensor.dtype, tensor.data, axes);
         let by_tma = prefill.loads_kv_by_tma(problem);
         let is_paged = matches!(problem.keys.storage, KeyStorage::Paged(_));
         let keys = |view: &KvView, dim| {
@@ -278,17 +292,13 @@ impl PrefillParameter<'_> {
             _ if clips_columns => 1,
             step => (step / prefill.tile.kv_atom_row()) as i32,
         };
-        // f32 O of 16-bit queries, and O with more heads per pack_gqa than rows per warp, is stored row by row.
-        let out_axes = prefill.out_axes(problem);
-        let stores_by_tma = attention.widens_out == 0
-            && prefill.pack_gqa <= WARP_ROWS
-            && supports_tma(problem.out.dtype, problem.out.data, &out_axes);
         Ok(HopperPrefillParams {
             attention: attention.with_packs(prefill.pack_gqa, prefill.num_packs(problem)),
-            q: rows(&problem.q, &prefill.query_axes(problem))?,
+            q,
             k: keys(&problem.k, problem.head_dim)?,
             v: keys(&problem.v, problem.value_dim)?,
-            out: if stores_by_tma { rows(&problem.out, &out_axes)? } else { TensorMap::NONE },
+            stores_by_tma: i32::from(out.is_some()),
+            out: out.unwrap_or(TensorMap::NONE),
             next_tile: next_tile.cast(),
             is_causal: i32::from(score.window_left < 0 && score.window_right >= 0),
             packs_per_kv_head: prefill.packs_per_kv_head as i32,
@@ -296,7 +306,6 @@ impl PrefillParameter<'_> {
             k_head_atom_columns: head_atom_columns(&problem.k),
             v_head_atom_columns: head_atom_columns(&problem.v),
             group_log2: prefill.pack_gqa.trailing_zeros() as i32,
-            stores_by_tma: i32::from(stores_by_tma),
             clips_columns: i32::from(clips_columns),
             page_divisor: PageDivisor::of(&problem.keys.storage),
         })

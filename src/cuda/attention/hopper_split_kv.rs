@@ -7,10 +7,9 @@ use super::{Call, Launch, Launches, Parameter, UNLIMITED, max_tiles};
 use crate::cuda::device::Device;
 use crate::cuda::enqueue::LaunchConfig;
 use crate::cuda::params::attention::AttentionParams;
-use crate::cuda::params::hopper_prefill::{HopperPrefillParams, HopperSplitKvParams};
-use crate::cuda::tensor_map::{Axis, TensorMap, supports_tma};
+use crate::cuda::params::hopper_prefill::HopperSplitKvParams;
+use crate::cuda::tensor_map::{Axis, L2Promotion, TensorMap, supports_tma};
 use crate::cuda::tiles::HOPPER_PREFILL;
-use crate::cuda::variants;
 use crate::error::Result;
 use crate::problem::attention::{Attention, KeyStorage};
 use std::ptr::null_mut;
@@ -23,6 +22,10 @@ const LARGEST_GROUP: usize = 64;
 /// Tenths of a wave of CTAs. With tiles for more, prefill is faster without splitting keys.
 const WAVE_TENTHS: i64 = 17;
 
+/// A call whose query heads per KV head are no power of two takes this kernel for any number of tiles if they are fewer
+/// than prefill's by this percentage. Prefill packs fewer heads, and pads few queries of each pack to a tile.
+const TILES_SAVED_PERCENT: i64 = 15;
+
 /// Keys per query of a sequence, at least: for fewer, the causal mask leaves CTAs of a static partition idle.
 const KEYS_PER_QUERY: i64 = 8;
 
@@ -33,22 +36,21 @@ pub(super) fn launches<'c>(call: &Call<'c>) -> Result<Option<Launches<'c>>> {
     let tiles = max_tiles(call.rows() * prefill.pack_gqa, prefill.tile.rows(), call.seqs().min(call.rows()));
     let unit = WorkUnit { rows: prefill.tile.rows(), chunk_keys: i64::from(prefill.tile.keys), log2_unit: 1.0 };
     let split = KvSplit::of_units(problem, unit, tiles, UNLIMITED, i64::from(device.sms), 0);
-    // Without the memory for its partials, this kernel leaves SMs idle as others do.
-    if i64::from(split.partial.num_ranges) < split.ranges {
+    let queries = (call.rows() + call.seqs() - 1) / call.seqs().max(1);
+    // Without the memory for its partials, this kernel leaves SMs idle as others do. There are none if no tile is long enough
+    // to be split; it is then faster only for sequences of one tile.
+    let needs_partials = split.may_split || queries * prefill.pack_gqa > prefill.tile.rows();
+    if needs_partials && i64::from(split.partial.num_ranges) < split.ranges {
         return Ok(None);
     }
     let params = AttentionParams { clears_padding_rows: 1, partial: split.partial, ..call.params_for(1, UNLIMITED) };
-    let storage = match problem.keys.storage {
-        KeyStorage::Contiguous { .. } => "contiguous",
-        KeyStorage::Paged(_) => "paged",
-    };
-    let values = [variants::dtype_value(problem.q.dtype), prefill.tile.head_dim, storage, prefill.tile.logits];
     let grid = [(split.ranges * problem.num_kv_heads as i64) as u32, 1, 1];
     let config = LaunchConfig { grid, threads: prefill.tile.threads(), shared_memory: prefill.tile.shared_bytes };
     let of = PrefillParameter { prefill, problem, attention: params, next_tile: null_mut() };
     let parameter = Parameter::SplitKv(Box::new(SplitKvParameter(of)));
-    let attend = Launch::new(KERNEL, variants::find(KERNEL, &values)?, config, parameter);
-    let list = [Some(attend), decode::combine(problem, &split, &params)?].into_iter().flatten().collect();
+    let attend = Launch::new(KERNEL, prefill.variant(KERNEL, problem)?, config, parameter);
+    let combine = decode::combine(problem, device, &split, &params, (queries * call.group()).min(prefill.tile.rows()))?;
+    let list = [Some(attend), combine].into_iter().flatten().collect();
     Ok(Some(Launches { list, store_new_tokens: false }))
 }
 
@@ -68,12 +70,24 @@ fn kernel_for(problem: &Attention, device: &Device) -> Option<HopperPrefill> {
     };
     let tiles = (rows * prefill.pack_gqa / tile.rows()).saturating_mul(problem.num_kv_heads as i64);
     let is_unbalanced_otherwise = 10 * tiles <= WAVE_TENTHS * i64::from(device.sms);
-    let has_many_keys = capacity >= KEYS_PER_QUERY * ((rows + seqs - 1) / seqs);
+    let queries = (rows + seqs - 1) / seqs;
+    let has_many_keys = capacity >= KEYS_PER_QUERY * queries;
+    let longest = if problem.queries.longest > 0 { problem.queries.longest as i64 } else { queries };
+    let saves_tiles = saves_tiles(longest, group as i64, tile.rows());
     let fits = device.has_tensor_maps
         && tile.shared_bytes <= device.shared_memory
         && supports_tma(problem.q.dtype, problem.q.data, &query_axes(&prefill, problem))
         && (prefill.loads_kv_by_tma(problem) || loads_kv_by_cp_async(problem));
-    (is_unbalanced_otherwise && has_many_keys && fits).then_some(prefill)
+    ((is_unbalanced_otherwise || saves_tiles) && has_many_keys && fits).then_some(prefill)
+}
+
+/// Whether a sequence of so many queries, with `group` query heads per KV head, has fewer tiles here than in prefill, which
+/// packs a power of two of heads, and whose tiles have `tile_rows` rows as well.
+fn saves_tiles(queries: i64, group: i64, tile_rows: i64) -> bool {
+    let pack = group & -group;
+    let unsplit = (queries * pack).max(tile_rows) * (group / pack);
+    let padded = (queries * group.unsigned_abs().next_power_of_two() as i64).max(tile_rows);
+    pack < group && (100 + TILES_SAVED_PERCENT) * padded <= 100 * unsplit
 }
 
 /// Axes of q as `[atom column, token, KV head, head of the KV head, column]`, the innermost first. A box is a tile's rows.
@@ -97,8 +111,8 @@ pub(super) struct SplitKvParameter<'c>(pub(super) PrefillParameter<'c>);
 impl SplitKvParameter<'_> {
     pub(super) fn params(&self) -> Result<HopperSplitKvParams> {
         let PrefillParameter { prefill, problem, attention, .. } = &self.0;
-        let q = TensorMap::new(problem.q.dtype, problem.q.data, &query_axes(prefill, problem))?;
-        let mut padded = HopperPrefillParams { q, ..self.0.params()? };
+        let q = TensorMap::new(problem.q.dtype, problem.q.data, &query_axes(prefill, problem), L2Promotion::Bytes256)?;
+        let mut padded = self.0.params_with(q, None)?;
         padded.attention.clears_padding_rows = 0;
         Ok(HopperSplitKvParams { prefill: padded, unpadded: *attention })
     }
@@ -106,9 +120,10 @@ impl SplitKvParameter<'_> {
 
 #[cfg(test)]
 mod tests {
+    use super::super::LaunchPlan;
     use super::super::hopper::tests::{paged, ragged};
     use super::super::tests::{device, named_on};
-    use crate::problem::attention::{Attention, KeyStorage, Keys, PageTable};
+    use crate::problem::attention::{Attention, KeyStorage, Keys, PageTable, Queries};
     use crate::tensor::{DType, Tensor};
 
     const ROOM: [i64; 1] = [40_000_000];
@@ -142,6 +157,9 @@ mod tests {
             few_queries(1, 5, [32, 8]),
             few_queries(4, 32, [32, 8]),
             few_queries(16, 32, [32, 8]),
+            // Many tiles, but prefill would have seven times as many, or three.
+            few_queries(64, 16, [28, 4]),
+            few_queries(64, 8, [48, 4]),
         ] {
             assert_eq!(first_kernel(&problem), split);
             let odd = Attention { head_dim: 72, value_dim: 104, ..problem };
@@ -151,9 +169,35 @@ mod tests {
         assert_eq!(first_kernel(&contiguous), "hopper_split_kv_bf16_128_split_kv_contiguous_none");
     }
 
+    /// The grids of a call's launches.
+    fn grids(problem: &Attention) -> Vec<[u32; 3]> {
+        let plan = LaunchPlan::on(problem, None, device(true)).expect("the sizes are allowed");
+        plan.0.list.iter().map(|launch| launch.config.grid).collect()
+    }
+
+    #[test]
+    fn as_many_ctas_combine_as_run_at_a_time() {
+        // 5 x 7 rows of 128 columns take more than one round of a CTA, 5 x 4 rows do not; 128 rows find room for two CTAs.
+        assert_eq!(grids(&few_queries(16, 5, [28, 4])), [[132, 1, 1], [4, 64, 1]]);
+        assert_eq!(grids(&few_queries(1, 5, [32, 8])), [[128, 1, 1], [8, 15, 1]]);
+        assert_eq!(grids(&few_queries(4, 32, [32, 8])), [[128, 1, 1], [8, 30, 1]]);
+    }
+
+    #[test]
+    fn keys_that_are_too_few_to_split_need_no_workspace() {
+        let plain = few_queries(8, 5, [32, 8]);
+        let KeyStorage::Paged(table) = plain.keys.storage else { unreachable!() };
+        let keys = |max_pages| Keys { storage: KeyStorage::Paged(PageTable { max_pages, ..table }), ..plain.keys };
+        let few = Attention { workspace: None, keys: keys(32), ..plain };
+        assert_eq!(first_kernel(&few), "hopper_split_kv_bf16_128_split_kv_paged_none");
+        assert_eq!(grids(&few), [[72, 1, 1]]);
+        assert!(!first_kernel(&Attention { keys: keys(64), ..few }).starts_with("hopper_split_kv"));
+    }
+
     #[test]
     fn other_calls_are_left_to_other_strategies() {
         let plain = few_queries(16, 5, [28, 4]);
+        let long = few_queries(64, 16, [28, 4]);
         let mut capped = plain;
         capped.score.softcap = 30.0;
         for problem in [
@@ -161,6 +205,8 @@ mod tests {
             few_queries(64, 1, [32, 8]),
             few_queries(16, 64, [32, 8]),
             few_queries(16, 300, [32, 8]),
+            few_queries(16, 128, [28, 4]),
+            Attention { queries: Queries { longest: 500, ..long.queries }, ..long },
             few_queries(1, 2000, [4, 1]),
             few_queries(16, 5, [128, 1]),
             Attention { workspace: None, ..plain },

@@ -40,6 +40,8 @@ pub(super) struct WorkUnit {
 pub(super) struct KvSplit {
     /// Work ranges, and so CTAs, per KV head.
     pub(super) ranges: i64,
+    /// Whether the longest possible tile is long enough to be split.
+    pub(super) may_split: bool,
     pub(super) partial: PartialResults,
 }
 
@@ -86,7 +88,7 @@ impl KvSplit {
         if may_split && ranges > 1 {
             partial.allocate(problem, unit.rows, ranges, taken);
         }
-        Self { ranges, partial }
+        Self { ranges, may_split, partial }
     }
 
     /// Boundaries between work ranges at which a tile may be split: a `SplitRecord` for each.

@@ -1,6 +1,6 @@
 //! The tensor maps of Hopper's gradients.
 
-use crate::cuda::tensor_map::{Axis, TensorMap};
+use crate::cuda::tensor_map::{Axis, L2Promotion, TensorMap};
 use crate::error::Result;
 use crate::problem::KvView;
 use crate::problem::flash_attn_varlen_bwd::FlashAttnVarlenBwd;
@@ -36,7 +36,7 @@ impl TensorMapConfig {
     }
 
     pub(super) fn encode(&self, problem: &FlashAttnVarlenBwd) -> Result<TensorMap> {
-        TensorMap::new(problem.forward.q.dtype, self.data, &self.axes)
+        TensorMap::new(problem.forward.q.dtype, self.data, &self.axes, L2Promotion::Bytes256)
     }
 
     /// Boxes of `box_len` rows and columns of one head of `[rows, heads, dim]`, clipped at the end of a sequence: see
