@@ -46,3 +46,17 @@ def kernel_nodes(graph):
         else:
             driver().cuKernelGetName(ctypes.byref(name), ctypes.c_void_p(params.kernel))
         yield (name.value or b"").decode(), params
+
+
+def argument_bytes(params):
+    """The size of a kernel's first argument."""
+    offset, size = ctypes.c_size_t(), ctypes.c_size_t()
+    if params.function:
+        get, function = driver().cuFuncGetParamInfo, params.function
+    else:
+        get, function = driver().cuKernelGetParamInfo, params.kernel
+    check(
+        get(ctypes.c_void_p(function), ctypes.c_size_t(0), ctypes.byref(offset), ctypes.byref(size)),
+        "cuFuncGetParamInfo",
+    )
+    return size.value

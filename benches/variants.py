@@ -23,12 +23,12 @@ import torch
 import harness
 import peers
 import prefill
-from graph_nodes import check, driver, kernel_nodes
+from graph_nodes import argument_bytes, check, driver, kernel_nodes
 from prefill_cases import CASES
 
-# HopperPrefillParams (src/cuda/params/hopper_prefill.rs): its size, and the offsets of fields that a variant changes.
-PARAMS_BYTES, ALIGNMENT = 1024, 64
-OFFSETS = {"q": 448, "k": 576, "v": 704, "next_tile": 960}
+# Fields of HopperPrefillParams (src/cuda/params/hopper_prefill.rs) that a variant changes, as offsets from its end.
+OFFSETS = {"q": -576, "k": -448, "v": -320, "next_tile": -64}
+ALIGNMENT = 64
 # Enumerators of cuda.h.
 MAX_DYNAMIC_SHARED_BYTES, BF16, SWIZZLE_128B, PROMOTE_256B = 8, 9, 3, 3
 # The largest relative error of a variant: another block size rounds differently.
@@ -42,7 +42,7 @@ def launch_of(call):
         result = call()
     for name, params in kernel_nodes(graph):
         if "hopper_prefill" in name:
-            argument = ctypes.string_at(params.arguments[0], PARAMS_BYTES)
+            argument = ctypes.string_at(params.arguments[0], argument_bytes(params))
             return name.removeprefix("xa_"), argument, (params.grid, params.threads, params.shared_bytes), result, graph
     return None
 
@@ -72,26 +72,33 @@ def function(path, kernel, shared_bytes):
     return kernel_function
 
 
+def replace(params, field, value):
+    """Replace the bytes of a field of a HopperPrefillParams."""
+    begin = len(params) + OFFSETS[field]
+    params[begin : begin + len(value)] = value
+
+
 def variant(path, overrides, launch, q, k, v):
     """A call of a cubin with the arguments of the library's launch, except those in `overrides`."""
     kernel, argument, (grid, threads, shared_bytes), result, _ = launch
     shared_bytes = overrides.get("shared_bytes", shared_bytes)
-    buffer = (ctypes.c_char * (PARAMS_BYTES + ALIGNMENT))()
+    buffer = (ctypes.c_char * (len(argument) + ALIGNMENT))()
     address = -(-ctypes.addressof(buffer) // ALIGNMENT) * ALIGNMENT
     params = bytearray(argument)
     if "rows" in overrides:
         tokens, heads, dim = q.shape
         axes = [(64, 1, 64), (heads, dim, 1), (tokens, heads * dim, overrides["rows"]), (dim // 64, 64, dim // 64)]
-        params[OFFSETS["q"] : OFFSETS["q"] + 128] = tensor_map(q, axes)
+        replace(params, "q", tensor_map(q, axes))
     for name, keys in (("k", k), ("v", v)) if "keys" in overrides else ():
         tokens, heads, dim = keys.shape
         block = (tokens, heads * dim, overrides["keys"])
         axes = [(64, 1, 64), block, (dim // 64, 64, dim // 64), (heads, dim, 1), (1, 64, 1)]
-        params[OFFSETS[name] : OFFSETS[name] + 128] = tensor_map(keys, axes)
+        replace(params, name, tensor_map(keys, axes))
     counter = torch.zeros(1, dtype=torch.int64, device="cuda")
-    counts = overrides.get("counter", True) and struct.unpack_from("<Q", params, OFFSETS["next_tile"])[0] != 0
-    struct.pack_into("<Q", params, OFFSETS["next_tile"], counter.data_ptr() if counts else 0)
-    ctypes.memmove(address, bytes(params), PARAMS_BYTES)
+    has_counter = struct.unpack_from("<Q", params, len(params) + OFFSETS["next_tile"])[0] != 0
+    counts = overrides.get("counter", True) and has_counter
+    replace(params, "next_tile", struct.pack("<Q", counter.data_ptr() if counts else 0))
+    ctypes.memmove(address, bytes(params), len(params))
     arguments = (ctypes.c_void_p * 1)(address)
     code = function(path, kernel, shared_bytes)
 
