@@ -7,7 +7,7 @@ pub(crate) const LSE: f64 = 1e-4;
 pub(crate) const LSE_CAPPED: f64 = 2e-2;
 
 /// Head dimensions D = Dv at which tensor cores may multiply e4m3fn q, K and V without conversion.
-pub(crate) const FP8_HEAD_DIMS: [usize; 2] = [128, 256];
+pub(crate) const FP8_HEAD_DIMS: [usize; 3] = [64, 128, 256];
 /// Error of a weight by rounding it to e4m3fn, relative to the weight.
 pub(crate) const FP8_WEIGHT: f64 = 1.0 / 16.0;
 /// Smallest error of a weight, relative to the row's largest weight: that one is scaled to 2^8, and e4m3fn numbers are

@@ -36,7 +36,7 @@ fn between_tiles(index: usize, (head_dim, value_dim): (usize, usize)) -> BatchSp
 }
 
 /// Those of the fp8 kernel.
-const FP8_HEAD_DIMS: [(usize, usize); 2] = [(128, 128), (256, 256)];
+const FP8_HEAD_DIMS: [(usize, usize); 3] = [(64, 64), (128, 128), (256, 256)];
 
 /// Work tiles that a sequence fills and does not fill, more keys than queries and fewer, and sequences for decode; one
 /// `PackGQA` pack per KV head and several, packs of more heads than a warp has rows; TMA boxes of one row group, of two, of a

@@ -94,8 +94,9 @@ __device__ __forceinline__ void compute_fp8_tiles(const HopperPrefillParams& pre
   using Atom = typename Shape::Fp8Atom;
   using KeyBlock = typename Shape::KeyBlock;
   using ValueBlock = typename Shape::ValueBlock;
+  using TransposedAtom = typename Shape::TransposedAtom;
   // A wgmma is 32 bytes deep.
-  constexpr int kStepsPerAtom = Atom::kRowBytes / 32;
+  constexpr int kStepsPerAtom = Atom::kRowBytes / 32, kStepsPerTransposedAtom = TransposedAtom::kRowBytes / 32;
   const AttentionParams& params = prefill.attention;
   const int32_t warp = uniform(threadIdx.x / 32), warpgroup = warp / 4, warp_row = 16 * warp;
   const int32_t lane = threadIdx.x % 32;
@@ -106,7 +107,7 @@ __device__ __forceinline__ void compute_fp8_tiles(const HopperPrefillParams& pre
   const LogitsTransform transform(params);
   const uint64_t query = matrix_descriptor<Atom>(pipeline.query() + warpgroup * 8 * Atom::kBytes, 0, Atom::kBytes);
   const uint64_t keys = matrix_descriptor<Atom>(pipeline.keys(0), 0, KeyBlock::kStrideByteOffset);
-  const uint64_t values = matrix_descriptor<Atom>(pipeline.values(0), 0, Atom::kBytes);
+  const uint64_t values = matrix_descriptor<TransposedAtom>(pipeline.values(0), 0, TransposedAtom::kBytes);
 
   float scores[kKeys / 8][4];
   uint32_t weights[kKeys / 32][4];
@@ -138,7 +139,8 @@ __device__ __forceinline__ void compute_fp8_tiles(const HopperPrefillParams& pre
     for (int step = 0; step < kKeys / 32; ++step) {
       Wgmma<E4m3, Shape::kValueDim>::rs(
           state.output, weights[step],
-          block + (step / kStepsPerAtom * (ValueBlock::kLeadingByteOffset >> 4) + step % kStepsPerAtom * 2));
+          block + (step / kStepsPerTransposedAtom * (ValueBlock::kLeadingByteOffset >> 4) +
+                   step % kStepsPerTransposedAtom * 2));
     }
     ptx::wgmma_commit_group();
   };

@@ -33,8 +33,10 @@ struct Fp8PrefillShape : Config {
   static constexpr bool kHasCpAsyncLoader = false;
   /// Atom of O.
   using Atom = SwizzleAtom<64>;
-  /// Atom of Q, K and V: rows of 128 e4m3fn elements.
-  using Fp8Atom = SwizzleAtom<64>;
+  /// Atom of Q, K and V as loaded: rows of 128 e4m3fn elements, or of 64.
+  using Fp8Atom = SwizzleAtom<kHeadDim % 128 == 0 ? 64 : 32>;
+  /// Atom of transposed V: rows of 128 keys.
+  using TransposedAtom = SwizzleAtom<64>;
   static constexpr int kQueryAtomColumns = kHeadDim / Fp8Atom::kRowBytes;
   static constexpr int kQueryAtomColumnBytes = kRows * Fp8Atom::kRowBytes;
   static constexpr int kQueryBytes = kQueryAtomColumns * kQueryAtomColumnBytes;
@@ -51,7 +53,7 @@ struct Fp8PrefillShape : Config {
   /// V transposed: atom columns of 128 keys, [atom column][column of V][key].
   struct ValueBlock {
     static constexpr int kAtomColumns = kValueDim / Atom::kColumns;  // of O
-    static constexpr int kLeadingByteOffset = kValueDim * Fp8Atom::kRowBytes;
+    static constexpr int kLeadingByteOffset = kValueDim * TransposedAtom::kRowBytes;
     static constexpr int kBytes = (Config::kKeys + 127) / 128 * kLeadingByteOffset;
   };
 
@@ -69,7 +71,7 @@ struct Fp8PrefillShape : Config {
   static_assert(Config::kRegisters * kComputeThreads + Config::kLoaderRegisters * 128 <=
                     65536 / kThreads / 8 * 8 * kThreads,
                 "setmaxnreg redistributes the registers that the CTA was launched with");
-  static_assert(Config::kKeys % 32 == 0 && kHeadDim % 128 == 0);
+  static_assert(Config::kKeys % 32 == 0 && kHeadDim % 64 == 0);
 };
 
 }  // namespace xa::hopper

@@ -18,22 +18,26 @@ namespace xa::hopper {
 template <typename Shape>
 class Transposer {
   using Atom = typename Shape::Fp8Atom;
+  using ToAtom = typename Shape::TransposedAtom;
   using From = typename Shape::LoadedValueBlock;
   using To = typename Shape::ValueBlock;
   static constexpr int kChunks = From::kAtomColumns * Atom::kChunks / Shape::kTransposeWarps;  // of this warp
+  static constexpr int kKeySteps = Shape::kKeys / 32, kMatrices = kChunks * kKeySteps;
+  /// Loads in flight: a store waits for its load, so one at a time would take longer than the products at D 256.
+  static constexpr int kBatch = kMatrices % 3 == 0 ? 3 : 2;
 
  public:
   __device__ __forceinline__ Transposer(const Pipeline<Shape>& pipeline, int32_t warp)
       : pipeline_(pipeline), first_chunk_(warp * kChunks) {
     const int32_t lane = threadIdx.x % 32, row = lane % 8;
     from_ = lane / 8 * From::kStrideByteOffset + row * Atom::kRowBytes;
-    from_swizzle_ = row * 16;
+    from_swizzle_ = Atom::offset(row, 0) - row * Atom::kRowBytes;
     // Of a pair of columns, a lane of the lower half first selects the even column and a lane of the upper half the odd
     // one, then the other way round: the eight rows of each matrix that stmatrix stores are in different banks.
     selectors_[0] = lane < 16 ? 0x6420 : 0x7531;
     selectors_[1] = lane < 16 ? 0x7531 : 0x6420;
     const int32_t column = 2 * row + (row / 4 ^ (lane / 8 & 1));
-    to_ = (first_chunk_ * 16 + column) * Atom::kRowBytes;
+    to_ = (first_chunk_ * 16 + column) * ToAtom::kRowBytes;
     to_swizzle_ = (lane / 16 ^ column % 8) * 16;
   }
 
@@ -46,10 +50,11 @@ class Transposer {
     pipeline_.values_empty(state).producer_wait();
     const uint32_t from = pipeline_.loaded_values(state.stage), to = pipeline_.values(state.stage);
     if (first_key >= tile.visible_begin && first_key + Shape::kKeys <= tile.visible_end) {
-      transpose_chunks(from, to, [](int, uint32_t pairs) { return pairs; });
+      transpose_chunks<kBatch>(from, to, [](int, uint32_t pairs) { return pairs; });
     } else {
       const int32_t first = first_key + threadIdx.x % 4 * 2, begin = tile.visible_begin, end = tile.visible_end;
-      transpose_chunks(from, to, [=](int key_in_block, uint32_t pairs) {
+      // One load at a time: the masks take registers.
+      transpose_chunks<1>(from, to, [=](int key_in_block, uint32_t pairs) {
         const int32_t key = first + key_in_block;
         const uint32_t low = key >= begin && key < end ? 0x0000ffffu : 0u;
         const uint32_t high = key + 1 >= begin && key + 1 < end ? 0xffff0000u : 0u;
@@ -65,26 +70,37 @@ class Transposer {
   }
 
  private:
-  /// Transposes this warp's chunks. `filter(first_key, pairs)` masks the elements of two keys, a pair of columns each;
-  /// `first_key` is the index in the block of the first of the matrix's 8 keys.
-  template <typename Filter>
+  /// Transposes this warp's chunks, kLoads times 32 keys of a chunk at once. `filter(first_key, pairs)` masks the
+  /// elements of two keys, a pair of columns each; `first_key` is the index in the block of the first of the matrix's 8
+  /// keys.
+  template <int kLoads, typename Filter>
   __device__ __forceinline__ void transpose_chunks(uint32_t from, uint32_t to, const Filter& filter) const {
+    static_assert(kMatrices % kLoads == 0);
 #pragma unroll
-    for (int i = 0; i < kChunks; ++i) {
-      const uint32_t column = from + from_ + (first_chunk_ + i) / Atom::kChunks * From::kLeadingByteOffset +
-                              ((first_chunk_ + i) % Atom::kChunks * 16 ^ from_swizzle_);
+    for (int first = 0; first < kMatrices; first += kLoads) {
+      // Two columns of two keys each, from four matrices of 8 keys.
+      uint32_t pairs[kLoads][4];
 #pragma unroll
-      for (int keys = 0; keys < Shape::kKeys; keys += 32) {
-        // pairs: two columns of two keys each, from four matrices of 8 keys; quads: one column of four keys each.
-        uint32_t pairs[4], quads[4];
-        xa::ptx::ldmatrix_x4_trans(pairs, column + keys / 8 * From::kStrideByteOffset);
+      for (int i = 0; i < kLoads; ++i) {
+        const int chunk = first_chunk_ + (first + i) / kKeySteps, row_group = (first + i) % kKeySteps * 4;
+        const uint32_t column = from + from_ + chunk / Atom::kChunks * From::kLeadingByteOffset +
+                                (chunk % Atom::kChunks * 16 ^ from_swizzle_);
+        xa::ptx::ldmatrix_x4_trans(pairs[i], column + row_group * From::kStrideByteOffset);
+      }
 #pragma unroll
-        for (int group = 0; group < 4; ++group) pairs[group] = filter(keys + 8 * group, pairs[group]);
+      for (int i = 0; i < kLoads; ++i) {
+        const int chunk = (first + i) / kKeySteps, keys = (first + i) % kKeySteps * 32;
+        // One column of four keys each.
+        uint32_t quads[4];
 #pragma unroll
-        for (int j = 0; j < 4; ++j) quads[j] = __byte_perm(pairs[j / 2 * 2], pairs[j / 2 * 2 + 1], selectors_[j % 2]);
-        ptx::stmatrix_x4(
-            to + to_ + i * 16 * Atom::kRowBytes + keys / 128 * To::kLeadingByteOffset + (keys % 128 ^ to_swizzle_),
-            quads);
+        for (int group = 0; group < 4; ++group) pairs[i][group] = filter(keys + 8 * group, pairs[i][group]);
+#pragma unroll
+        for (int j = 0; j < 4; ++j) {
+          quads[j] = __byte_perm(pairs[i][j / 2 * 2], pairs[i][j / 2 * 2 + 1], selectors_[j % 2]);
+        }
+        ptx::stmatrix_x4(to + to_ + chunk * 16 * ToAtom::kRowBytes + keys / 128 * To::kLeadingByteOffset +
+                             (keys % 128 ^ to_swizzle_),
+                         quads);
       }
     }
   }
