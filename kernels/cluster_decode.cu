@@ -6,7 +6,7 @@
 //   XA_HEAD_DIM  the bucket: serves head dimensions up to it, which are padded with zeros in shared memory
 //   XA_LOGITS    none, softcap_alibi (include/logits_transform.cuh)
 // Launch: a grid of Hkv by n CTAs in clusters of 1 by n, Shape::kThreads threads, Shape::kSharedBytes of dynamic shared
-// memory. At most kClusterDecodeSlots sequence slots, and fewer than 2^31 KV chunks.
+// memory. At most kClusterDecodeSlots sequence slots, and fewer than 2^20 KV chunks.
 
 #include "cluster_decode.cuh"
 #include "cluster_shape.cuh"

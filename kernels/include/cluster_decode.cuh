@@ -4,14 +4,14 @@
 
 #include <cstdint>
 
+#include "cluster_loop.cuh"
 #include "cluster_merge.cuh"
 #include "cluster_partition.cuh"
-#include "decode_loop.cuh"
 #include "hopper/cluster_ptx.cuh"
+#include "hopper/ptx.cuh"
 #include "new_tokens.cuh"
 #include "output_rows.cuh"
 #include "params/attention.cuh"
-#include "query_rows.cuh"
 #include "softmax.cuh"
 #include "tile_result.cuh"
 #include "work_tile.cuh"
@@ -22,6 +22,7 @@ template <typename Shape, typename T, typename LogitsTransform>
 class ClusterDecode {
   static constexpr int kRows = Shape::kRows, kRowItems = Shape::kRowItems;
   using Sequence = LaneSequence<kRows, Shape::kKvChunkKeys>;
+  using Loop = ClusterLoop<Shape, T>;
 
  public:
   /// `shared` holds Shape::kSharedBytes bytes. CTA blockIdx.y of the cluster of KV head blockIdx.x.
@@ -34,29 +35,53 @@ class ClusterDecode {
   /// Every thread of the cluster calls this.
   __device__ __forceinline__ void run() {
     const int32_t rank = blockIdx.y, size = gridDim.y;
-    // Shared memory of the other CTAs may be written once they have started.
+    if (threadIdx.x == 0) {
+      for (int index = 0; index < 2; ++index) hopper::ptx::mbarrier_init(barrier(index), 1);
+      hopper::ptx::fence_mbarrier_init();
+    }
+    // Shared memory of the other CTAs may be written once they have started and set up their mbarriers.
     ptx::cluster_arrive_relaxed();
     Sequence mine;
-    const ClusterRange range = partition_cluster(params_, rank, size, mine);
+    const ClusterRange range = partition_cluster<Shape::kKeys>(params_, rank, size, mine);
+    bool stores_new_tokens = has_new_tokens(params_), has_split_tile = false;
     init(mine);
-    if (has_new_tokens(params_)) store_new_tokens<Shape, T>(params_, blockIdx.x, WorkRangeIndex{rank, size});
-    bool has_split_tile = false;
 #pragma unroll 1
     for (int32_t chunk = range.begin; chunk < range.end;) {
-      const ClusterPart part = enter_part(params_, work_, mine, chunk, range.range_chunks, range.end);
-      compute(part, rank, has_split_tile);
+      const TileChunks chunks = enter_part(params_, work_, mine, chunk, range.end);
+      const WarpBlocks blocks = warp_blocks<Shape::kKeys, Shape::kKvChunkKeys>(range, work_.keys, rank, size);
+      const int32_t end = min(range.end, chunks.end);
+      typename Loop::State state;
+      const LogitsTransform transform(params_);
+      Loop loop(params_, work_, blocks, query_rows() + Shape::kRingsOffset);
+      QueryRows<Shape, T> query;
+      query.load(params_, row_map(params_, work_.tile, work_.kv_head));
+      loop.attend(state, query_rows(), transform, [&] {
+        query.store(shared_);
+        // No CTA waits for these stores, so they follow the first loads.
+        if (__builtin_expect(stores_new_tokens, false))
+          store_new_tokens<Shape, T>(params_, blockIdx.x, WorkRangeIndex{rank, size});
+        stores_new_tokens = false;
+      });
+      __syncthreads();
+      store_live_rows<Shape>(shared_, state, work_.tile.num_rows);
+      __syncthreads();
+      const ClusterPart part = chunks.part(range, chunk, end, rank, size);
+      store_part(part, rank, has_split_tile);
       has_split_tile |= part.count > 1;
-      chunk = part.end;
+      chunk = end;
+      if (chunk >= range.end) break;
       __syncthreads();
       mine = cta_.sequences[threadIdx.x % 32];
     }
     if (has_split_tile) {
-      ptx::cluster_arrive();
-      ptx::cluster_wait();
-      merge_slice(0);
-      merge_slice(1);
+      // Of the split tiles, which thread 0 has stored.
+      __syncthreads();
+#pragma unroll 1
+      for (int index = 0; index < 2; ++index) merge_slice(index);
     }
-    if (params_.clears_padding_rows == 0) return;
+    if (stores_new_tokens) store_new_tokens<Shape, T>(params_, blockIdx.x, WorkRangeIndex{rank, size});
+    const bool has_padding = params_.seqused_q != nullptr || range.live.end - range.live.begin < params_.num_tokens;
+    if (params_.clears_padding_rows == 0 || !has_padding) return;
     clear_padding_rows<T, Shape::kThreads>(params_, range.starts_ascend, range.live, rank * gridDim.x + blockIdx.x,
                                            gridDim.x * size);
   }
@@ -71,43 +96,40 @@ class ClusterDecode {
     work_.score_factor = LogitsTransform::factor(params_, blockIdx.x);
   }
 
+  /// The mbarrier that counts what arrives in a buffer.
+  __device__ __forceinline__ uint32_t barrier(int index) const { return ptx::shared_address(cta_.received + index); }
   /// What the CTA receives of the split tile that begins before its range (0), or goes on after it (1).
   __device__ __forceinline__ typename Shape::Buffer buffer(int index) const {
     return typename Shape::Buffer(shared_ + Shape::kBuffersOffset + index * Shape::Buffer::kBytes);
   }
 
-  /// Computes a part of a tile. A whole tile goes to out and lse, other parts to the CTAs that merge them.
-  __device__ __forceinline__ void compute(const ClusterPart& part, int32_t rank, bool has_split_tile) const {
-    const uint32_t query_rows = ptx::shared_address(shared_);
-    SoftmaxState<Shape::kRowTiles, Shape::kHeadDim / 8> state;
-    const LogitsTransform transform(params_);
-    DecodeLoop<Shape, T, T> loop(params_, work_, query_rows + Shape::kRingsOffset);
-    fetch_query<Shape, T, T>(params_, work_, shared_, nullptr);
-    loop.attend(state, query_rows, transform);
-    __syncthreads();
-    const WarpStates<Shape> warps(shared_);
-    warps.store(state);
-    __syncthreads();
+  __device__ __forceinline__ uint32_t query_rows() const { return ptx::shared_address(shared_); }
+
+  /// Merges the warps' states of a part of a tile. A whole tile goes to out and lse, other parts to the CTAs that merge
+  /// them.
+  __device__ __forceinline__ void store_part(const ClusterPart& part, int32_t rank, bool has_split_tile) const {
     if (part.count > 1 && !has_split_tile) ptx::cluster_wait();
-    const float log2_unit = transform.log2_unit();
-    const RowWriter<T, false> writer(params_, work_.tile, work_.kv_head);
+    const WarpStates<Shape> warps(shared_);
+    const float log2_unit = LogitsTransform(params_).log2_unit();
     const int32_t items = work_.tile.num_rows * kRowItems;
     const MergeSlices slices(items, part.count);
     for (int32_t item = threadIdx.x; item < items; item += Shape::kThreads) {
       const int32_t row = item / kRowItems, column = item % kRowItems * 4;
-      if (column >= params_.value_dim) continue;
       const PartialState partial = warps.merged(row, column, log2_unit);
       if (part.count == 1) {
-        writer.write(row, column, partial, log2_unit);
+        if (column >= params_.value_dim) continue;
+        RowWriter<T, false>(params_, work_.tile, work_.kv_head).write(row, column, partial, log2_unit);
       } else {
-        const int32_t slice = slices.slice(item);
         // The CTA of part 0 goes on with other tiles before this one, all others begin with it.
-        buffer(slice == 0 ? 1 : 0)
-            .send(rank - part.index + slice, slices, part.index, item - slice * slices.size, partial);
+        const int32_t slice = slices.slice(item), index = slice == 0 ? 1 : 0;
+        buffer(index).send(rank - part.index + slice, slices, part.index, item - slice * slices.size, partial,
+                           barrier(index));
       }
     }
     if (part.count > 1 && threadIdx.x == 0) {
-      cta_.split_tiles[part.index == 0 ? 1 : 0] = SplitTile{work_.tile, part.index, part.count};
+      const int index = part.index == 0 ? 1 : 0;
+      cta_.split_tiles[index] = SplitTile{work_.tile, part.index, part.count};
+      Shape::Buffer::expect(slices.count(items, part.index), part.count, barrier(index));
     }
   }
 
@@ -119,7 +141,8 @@ class ClusterDecode {
     const RowWriter<T, false> writer(params_, split.tile, blockIdx.x);
     const int32_t items = split.tile.num_rows * kRowItems;
     const MergeSlices slices(items, split.num_parts);
-    const int32_t first = split.part * slices.size, count = min(slices.size, items - first);
+    const int32_t first = split.part * slices.size, count = slices.count(items, split.part);
+    ptx::wait_for_cluster_stores(barrier(index));
     for (int32_t i = threadIdx.x; i < count; i += Shape::kThreads) {
       const int32_t row = (first + i) / kRowItems, column = (first + i) % kRowItems * 4;
       if (column >= params_.value_dim) continue;

@@ -7,16 +7,20 @@
 //     chunks              |. . . . . . . . . . . |. . . . . . . |. . . . |. . . . . . . . . . . . . . . . |
 //     CTAs                |--- 0 -----|---- 1 ----|----- 2 ----|---- 3 ----|---- 4 ----|---- 5 ----|- 6 --|
 //
+// A single tile of sequence 0 is dealt out instead: CTA r of n has the chunks r, r + n, ..., whose pages can be loaded
+// together with the metadata.
+//
 // There are no more sequence slots than lanes, so each warp plans by itself: it loads all metadata at once, and a
 // prefix sum tells where sequences begin. No warp waits for another one before it loads keys.
 #pragma once
 
 #include <cstdint>
 
+#include "cluster_loop.cuh"
 #include "output_rows.cuh"
 #include "params/attention.cuh"
 #include "params/cluster_decode.cuh"
-#include "sequence_work.cuh"
+#include "ptx.cuh"
 #include "work_tile.cuh"
 
 namespace xa {
@@ -31,72 +35,171 @@ struct ClusterPart {
   int32_t end;    // past the part's last chunk
 };
 
-/// The lane's sequence, and the number of chunks up to its end.
+/// The lane's sequence and the work in it.
 template <int kRows, int kKvChunkKeys>
 struct LaneSequence {
-  SequenceWork<kRows, kKvChunkKeys> work;
-  int32_t end;
+  QoTile tile;  // first_row and num_rows are not set
+  int32_t num_tiles;
+  int32_t chunks;  // of each tile: those with keys that any row of the sequence attends to, at least 1
+  int32_t first_chunk;
+  int32_t key_begin;  // of these keys
+  int32_t key_end;
+  int32_t end;  // chunks up to the sequence's end, in the order of the KV head
+
+  __device__ __forceinline__ int32_t work() const { return num_tiles * chunks; }
+  /// Sets all but `end`. A sequence that is not live has no tiles, nor has one whose number of queries is another
+  /// launch's.
+  __device__ __forceinline__ void measure(const AttentionParams& params, const QoTile& sequence, bool live) {
+    tile = sequence;
+    const bool is_ours = live && tile.len_q >= params.min_queries && tile.len_q <= params.max_queries;
+    num_tiles = is_ours ? static_cast<uint32_t>(tile.len_q * params.group + kRows - 1) / kRows : 0;
+    const Visibility visibility(params, tile);
+    key_begin = visibility.begin(0);
+    key_end = visibility.end(tile.len_q - 1);
+    if (key_begin >= key_end) key_begin = key_end = 0;
+    first_chunk = static_cast<uint32_t>(key_begin) / kKvChunkKeys;
+    chunks = max(static_cast<uint32_t>(key_end + kKvChunkKeys - 1) / kKvChunkKeys - first_chunk, 1u);
+  }
+  /// Tile `index`. Tile 0 has the last rows of the sequence, the only ones that may be fewer than kRows.
+  __device__ __forceinline__ QoTile tile_at(int32_t index, int32_t group) const {
+    QoTile result = tile;
+    result.first_row = (num_tiles - 1 - index) * kRows;
+    result.num_rows = index > 0 ? kRows : tile.len_q * group - result.first_row;
+    return result;
+  }
+  /// The keys of a tile of the sequence.
+  __device__ __forceinline__ KeyRange keys_of(const AttentionParams& params, const QoTile& of) const {
+    if (__builtin_expect(tile.len_q > 1, false)) return visible_keys(params, of);
+    return KeyRange{key_begin, key_end, key_begin, key_end};
+  }
 };
 
-/// What a warp knows of the work of its CTA, in registers; the same in all lanes.
+/// What a warp knows of the work of its CTA, in registers; the same in all lanes except for `page`.
 struct ClusterRange {
   int32_t begin;  // the CTA's chunks
   int32_t end;
   int32_t range_chunks;  // of each CTA
+  float reciprocal;      // of range_chunks
   LiveRows live;
   bool starts_ascend;
+  /// Whether the cluster has a single tile, of sequence 0 and from its key 0 on. CTA r then has the chunks r, r + n,
+  /// ... instead of adjacent ones, and lane i has the page of the i-th of its warp's blocks in `page`: these are loaded
+  /// together with the metadata, as if this were so.
+  bool is_dealt;
+  int32_t page;
 };
 
-/// Plans the work of CTA `rank` of a cluster of `size`. Every warp calls this.
-template <int kRows, int kKvChunkKeys>
+/// The page of the lane's block, should the chunks be dealt out. Loads no entry outside of sequence 0's row of the
+/// table.
+template <int kKeys, int kKvChunkKeys>
+__device__ __forceinline__ int32_t guess_page(const AttentionParams& params, int32_t rank, int32_t size) {
+  const int32_t warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+  const int32_t token = (rank + lane * size) * kKvChunkKeys + warp * kKeys;
+  const bool is_in_table = !has_contiguous_keys(params) && token < params.capacity && params.max_seqs > 0;
+  return is_in_table ? __ldg(params.block_table + PageDivider(params.page_size).page(token)) : 0;
+}
+
+/// Plans the work of CTA `rank` of a cluster of `size`. Every warp calls this. The cluster has fewer than 2^20 chunks.
+template <int kKeys, int kRows, int kKvChunkKeys>
 __device__ __forceinline__ ClusterRange partition_cluster(const AttentionParams& params, int32_t rank, int32_t size,
                                                           LaneSequence<kRows, kKvChunkKeys>& mine) {
-  const int32_t lane = threadIdx.x % 32, num_seqs = live_sequences(params);
-  SequenceWork<kRows, kKvChunkKeys> sequence[1];
-  const bool ascends = load_sequences(params, lane, num_seqs, sequence, [](auto&) {});
   ClusterRange range;
-  range.starts_ascend = __all_sync(~0u, ascends);
-  if (__builtin_expect(!range.starts_ascend, false)) {
+  range.page = guess_page<kKeys, kKvChunkKeys>(params, rank, size);
+  const int32_t lane = threadIdx.x % 32, num_seqs = live_sequences(params);
+  Metadata<1> metadata;
+  bool raises_starts = false;
+#pragma unroll 1
+  for (;;) {
+    metadata.load(params, lane);
     StartMaxima maxima = {0, 0};
-    load_sequences(params, lane, num_seqs, sequence, [&](auto& metadata) { metadata.ascend(params, maxima); });
+    if (__builtin_expect(raises_starts, false)) metadata.ascend(params, maxima);
+    const bool ascends = __all_sync(~0u, lane >= num_seqs || metadata.ascends(params, 0));
+    if (__builtin_expect(ascends || raises_starts, true)) break;
+    raises_starts = true;
   }
-  mine.work = sequence[0];
-  mine.end = sum_up_to_this_lane(static_cast<int32_t>(mine.work.work()));
+  range.starts_ascend = !raises_starts;
+  mine.measure(params, metadata.sequence(params, 0, lane), lane < num_seqs);
+  mine.end = sum_up_to_this_lane(mine.work());
   const int32_t total = __shfl_sync(~0u, mine.end, 31);
-  range.range_chunks = max((total + size - 1) / size, 1);
-  range.begin = min(rank * range.range_chunks, total);
-  range.end = min(range.begin + range.range_chunks, total);
-  range.live.begin = __shfl_sync(~0u, mine.work.tile.first_token, 0);
-  const int32_t last_end = __shfl_sync(~0u, mine.work.end.q, max(num_seqs - 1, 0));
+  range.range_chunks = max(divide_small(total + size - 1, ptx::reciprocal_approx(static_cast<float>(size))), 1);
+  range.reciprocal = ptx::reciprocal_approx(static_cast<float>(range.range_chunks));
+  const bool is_alone = lane == 0 && mine.end == total && mine.num_tiles == 1 && mine.first_chunk == 0;
+  const bool has_page = !has_contiguous_keys(params) && params.page_size % kKeys == 0;
+  range.is_dealt = __any_sync(~0u, is_alone && has_page);
+  range.begin = range.is_dealt ? 0 : min(rank * range.range_chunks, total);
+  range.end = range.is_dealt ? (rank < total ? total : 0) : min(range.begin + range.range_chunks, total);
+  range.live.begin = __shfl_sync(~0u, mine.tile.first_token, 0);
+  const int32_t last_end = __shfl_sync(~0u, metadata.starts[1], max(num_seqs - 1, 0));
   range.live.end = num_seqs > 0 ? last_end : range.live.begin;
   return range;
 }
 
-/// Sets the warp's `work` to the part that begins at chunk `begin` of the range, and returns the part. Every lane has
-/// its sequence.
+/// `PackedRows`, without a division for the first tile of a sequence.
+__device__ __forceinline__ PackedRows packed_rows(const AttentionParams& params, int32_t first_row) {
+  PackedRows rows(params, 0);
+  if (__builtin_expect(first_row != 0, false)) rows = PackedRows(params, first_row);
+  return rows;
+}
+
+/// The row map of a tile.
+__device__ __forceinline__ RowMap row_map(const AttentionParams& params, QoTile tile, int32_t kv_head) {
+  const int32_t first_row = tile.first_row;
+  tile.first_row = 0;
+  RowMap map(params, tile, kv_head);
+  map.rows = packed_rows(params, first_row);
+  return map;
+}
+
+/// Where in the order of chunks a tile lies.
+struct TileChunks {
+  int32_t begin;
+  int32_t end;
+
+  /// The part of the tile from chunk `split_begin` up to `split_end` that CTA `rank` of `size` has.
+  __device__ __forceinline__ ClusterPart part(const ClusterRange& range, int32_t split_begin, int32_t split_end,
+                                              int32_t rank, int32_t size) const {
+    if (range.is_dealt) return ClusterPart{rank, min(size, split_end), split_end};
+    const int32_t first_rank = divide_small(begin, range.reciprocal);
+    const int32_t last_rank = divide_small(end - 1, range.reciprocal);
+    return ClusterPart{divide_small(split_begin, range.reciprocal) - first_rank, last_rank - first_rank + 1, split_end};
+  }
+};
+
+/// Sets the warp's `work` to the part of a tile that begins at chunk `begin` of the range. Every lane has its sequence.
 template <int kRows, int kKvChunkKeys>
-__device__ __forceinline__ ClusterPart enter_part(const AttentionParams& params, WorkTile& work,
-                                                  const LaneSequence<kRows, kKvChunkKeys>& mine, int32_t begin,
-                                                  int32_t range_chunks, int32_t range_end) {
+__device__ __forceinline__ TileChunks enter_part(const AttentionParams& params, WorkTile& work,
+                                                 const LaneSequence<kRows, kKvChunkKeys>& mine, int32_t begin,
+                                                 int32_t range_end) {
   const int32_t lane = threadIdx.x % 32;
   const int32_t owner = __popc(__ballot_sync(~0u, mine.end <= begin));
-  const int32_t sequence_begin = mine.end - static_cast<int32_t>(mine.work.work());
-  const int32_t tile = lane == owner ? (begin - sequence_begin) / mine.work.chunks : 0;
-  const int32_t own_tile_begin = sequence_begin + tile * mine.work.chunks;
-  const int32_t tile_begin = __shfl_sync(~0u, own_tile_begin, owner);
-  const int32_t tile_end = __shfl_sync(~0u, own_tile_begin + mine.work.chunks, owner);
-  const int32_t end = min(range_end, tile_end);
+  const int32_t sequence_begin = mine.end - mine.work();
+  int32_t tile = 0;
+  if (__builtin_expect(lane == owner && mine.num_tiles > 1, false)) tile = (begin - sequence_begin) / mine.chunks;
+  const int32_t own_tile_begin = sequence_begin + tile * mine.chunks;
+  const TileChunks chunks = {__shfl_sync(~0u, own_tile_begin, owner),
+                             __shfl_sync(~0u, own_tile_begin + mine.chunks, owner)};
   if (lane == owner) {
-    work.tile = mine.work.tile_at(tile, params.group);
-    KeyRange keys = visible_keys(params, work.tile);
-    const int32_t first_chunk = mine.work.first_chunk - tile_begin;
-    if (begin > tile_begin) keys.begin = max(keys.begin, (first_chunk + begin) * kKvChunkKeys);
-    if (end < tile_end) keys.end = min(keys.end, (first_chunk + end) * kKvChunkKeys);
+    work.tile = mine.tile_at(tile, params.group);
+    KeyRange keys = mine.keys_of(params, work.tile);
+    const int32_t first_chunk = mine.first_chunk - chunks.begin;
+    if (begin > chunks.begin) keys.begin = max(keys.begin, (first_chunk + begin) * kKvChunkKeys);
+    if (range_end < chunks.end) keys.end = min(keys.end, (first_chunk + range_end) * kKvChunkKeys);
     work.keys = keys.begin < keys.end ? keys : KeyRange{0, 0, 0, 0};
   }
-  const int32_t first_rank = tile_begin / range_chunks, last_rank = (tile_end - 1) / range_chunks;
   __syncwarp();
-  return ClusterPart{begin / range_chunks - first_rank, last_rank - first_rank + 1, end};
+  return chunks;
+}
+
+/// The warp's blocks of the part that `work` was set to.
+template <int kKeys, int kKvChunkKeys>
+__device__ __forceinline__ WarpBlocks warp_blocks(const ClusterRange& range, const KeyRange& keys, int32_t rank,
+                                                  int32_t size) {
+  const int32_t warp = threadIdx.x / 32;
+  if (range.is_dealt) {
+    return WarpBlocks{rank * kKvChunkKeys + warp * kKeys, size * kKvChunkKeys, true, range.page};
+  }
+  const int32_t first = keys.begin / kKvChunkKeys * kKvChunkKeys + warp * kKeys;
+  return WarpBlocks{first + (first + kKeys <= keys.begin ? kKvChunkKeys : 0), kKvChunkKeys, false, 0};
 }
 
 }  // namespace xa

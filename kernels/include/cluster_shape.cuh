@@ -19,6 +19,7 @@ struct ClusterWork {
   WorkTile work_tiles[kWarps];  // of each warp; all have the same tile
   LaneSequence<kRows, kKvChunkKeys> sequences[32];
   SplitTile split_tiles[2];  // one that begins before the CTA's range, one that goes on after it
+  uint64_t received[2];      // mbarriers: whether the other parts of the CTA's slices of these have arrived
 };
 
 template <typename T, int kHeadDim_>

@@ -21,7 +21,16 @@ KERNELS = HERE.parents[1] / "kernels"
 GENERATED = pathlib.Path(os.environ.get("CARGO_TARGET_DIR", HERE.parents[1] / "target")) / "include"
 # The emulator's files and where they are copied to; some of them replace a header of the kernels.
 EMULATOR_FILES = {
-    name: name for name in ("ptx.cuh", "dtype.cuh", "fp8_convert.cuh", "device.h", "device.cc", "tensor_map.h")
+    name: name
+    for name in (
+        "ptx.cuh",
+        "cluster_async.cuh",
+        "dtype.cuh",
+        "fp8_convert.cuh",
+        "device.h",
+        "device.cc",
+        "tensor_map.h",
+    )
 }
 EMULATOR_FILES |= {f"hopper_{name}": f"hopper/{name}" for name in ("ptx.cuh", "cluster_ptx.cuh", "wgmma.cuh")}
 EMULATOR_FILES |= {"bwd_ptx_extra.cuh": "bwd/ptx_extra.cuh"}

@@ -3,8 +3,8 @@
 // Threads run in turn. With XLA_ATTENTION_EMULATOR_SEED some warps, chosen anew for each block, run only once in 16
 // turns, each lane by itself: a kernel must not rely on a warp's seeing every phase of an mbarrier.
 //
-// A block of a cluster runs until all of its threads wait for the cluster or have ended. Then the next one runs, and
-// its shared memory takes the place of the other's.
+// A block of a cluster runs until all of its threads wait for the cluster's other blocks or have ended. Then the next
+// one runs, and its shared memory takes the place of the other's.
 #include "device.h"
 
 #include <cstdio>
@@ -115,6 +115,7 @@ std::vector<Block> cluster;
 std::vector<std::vector<uint8_t>> shared_memories;  // of the blocks of the cluster that do not run
 Block* block;                                       // the one that runs
 ClusterBarrier cluster_barrier;
+uint64_t completed_phases;  // of all mbarriers
 void* main_stack_pointer;
 const void* parameter;
 std::mt19937 random_bits;
@@ -209,6 +210,7 @@ void run_cluster() {
   for (auto& memory : shared_memories) memory.assign(sizeof(shared), 0xff);
   for (size_t ended = 0; ended < cluster.size();) {
     const unsigned round = cluster_barrier.round;
+    const uint64_t phases = completed_phases;
     const size_t ended_before = ended;
     for (size_t rank = 0; rank < cluster.size(); ++rank) {
       block = &cluster[rank];
@@ -220,7 +222,8 @@ void run_cluster() {
       std::memcpy(shared_memories[rank].data(), shared, sizeof(shared));
       ended += block->alive == 0;
     }
-    if (ended == ended_before && round == cluster_barrier.round) fail("all blocks wait for the cluster");
+    const bool is_stuck = ended == ended_before && round == cluster_barrier.round && phases == completed_phases;
+    if (is_stuck) fail("all blocks wait for the cluster");
   }
   blockIdx.y = first;
 }
@@ -273,18 +276,26 @@ void cluster_arrive() {
   ++cluster_barrier.arrived;
   end_cluster_round_if_complete();
 }
-void cluster_wait() {
-  const Fiber& me = block->fibers[block->current];
-  if (me.cluster_rounds > cluster_barrier.round) ++block->waiting;
-  for (bool waits = me.cluster_rounds > cluster_barrier.round; waits;) {
+namespace {
+/// Waits until `is_over`, which other blocks of the cluster bring about.
+template <typename IsOver>
+void wait_for_cluster(const IsOver& is_over) {
+  if (is_over()) return;
+  ++block->waiting;
+  while (!is_over()) {
     if (block->waiting == block->alive) {
       emulator_switch(&block->fibers[block->current].stack_pointer, main_stack_pointer);
     } else {
       switch_thread();
     }
-    waits = me.cluster_rounds > cluster_barrier.round;
-    if (!waits) --block->waiting;
   }
+  --block->waiting;
+}
+}  // namespace
+
+void cluster_wait() {
+  const Fiber& me = block->fibers[block->current];
+  wait_for_cluster([&] { return me.cluster_rounds <= cluster_barrier.round; });
 }
 void store_cluster(uint32_t address, uint32_t rank, const void* from, int bytes) {
   if (rank >= cluster.size() || address + bytes > sizeof(shared)) fail("a store outside of the cluster");
@@ -320,6 +331,7 @@ void end_if_complete(Mbarrier& barrier) {
   if (barrier.pending_arrivals > 0 || barrier.pending_bytes != 0) return;
   barrier.pending_arrivals = barrier.arrivals;
   ++barrier.phase;
+  ++completed_phases;
   switches_without_progress = 0;
 }
 }  // namespace
@@ -343,6 +355,18 @@ void mbarrier_complete_tx(uint32_t address, uint32_t bytes) {
 void mbarrier_wait(uint32_t address, uint32_t parity) {
   const Mbarrier& barrier = mbarrier(address);
   while ((barrier.phase & 1) == parity) switch_thread();
+}
+
+void mbarrier_wait_in_cluster(uint32_t address, uint32_t parity) {
+  const Mbarrier& barrier = mbarrier(address);
+  wait_for_cluster([&] { return (barrier.phase & 1) != parity; });
+}
+void store_cluster_async(uint32_t address, uint32_t rank, const void* from, int bytes, uint32_t barrier) {
+  store_cluster(address, rank, from, bytes);
+  const auto found = cluster[rank].mbarriers.find(barrier);
+  if (found == cluster[rank].mbarriers.end()) fail("a store for an mbarrier that was not initialized");
+  found->second.pending_bytes -= bytes;
+  end_if_complete(found->second);
 }
 
 void cp_async(uint32_t destination, const void* source, int bytes, bool predicate) {

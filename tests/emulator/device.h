@@ -71,11 +71,15 @@ void mbarrier_arrive(uint32_t address, uint32_t expected_bytes);
 void mbarrier_complete_tx(uint32_t address, uint32_t bytes);
 /// Waits until the phase of this parity has completed.
 void mbarrier_wait(uint32_t address, uint32_t parity);
+/// Likewise, while blocks of the cluster that run meanwhile may complete it.
+void mbarrier_wait_in_cluster(uint32_t address, uint32_t parity);
 /// barrier.cluster: arrives, and waits until all threads of the cluster have arrived or ended.
 void cluster_arrive();
 void cluster_wait();
 /// Stores bytes in the shared memory of block `rank` of the cluster, which must have started.
 void store_cluster(uint32_t address, uint32_t rank, const void* from, int bytes);
+/// The same, and the bytes count towards that block's mbarrier.
+void store_cluster_async(uint32_t address, uint32_t rank, const void* from, int bytes, uint32_t barrier);
 [[noreturn]] void fail(const char* why);
 /// Switches to other threads of the block, if any. A thread that polls a number in memory calls it.
 void yield_thread();

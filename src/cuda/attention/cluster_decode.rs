@@ -19,6 +19,9 @@ const MAX_SLOTS: i64 = CLUSTER_DECODE_SLOTS as i64;
 /// not saturate DRAM: 4 x 8k takes 40.8 us instead of 41.9, 1 x 128k 156 instead of 139 (H200).
 const MOST_KEYS: i64 = 1 << 16;
 
+/// The most KV chunks of a KV head: the kernel divides them in f32.
+const MOST_CHUNKS: i64 = 1 << 20;
+
 /// The most keys per KV head of a call whose clusters leave most SMs idle.
 const FEW_KEYS: i64 = 8192;
 
@@ -64,7 +67,7 @@ fn tile_and_size(call: &Call) -> Option<(&'static ClusterDecodeTile, i64)> {
     let is_few = 2 * seqs * heads <= sms && all_keys <= MOST_KEYS;
     let has_few_keys = all_keys <= FEW_KEYS;
     let size = largest.min(chunks);
-    (is_few && largest > 1 && chunks <= i64::from(i32::MAX / 2) && (has_few_keys || 5 * heads * size >= 2 * sms))
+    (is_few && largest > 1 && chunks + largest <= MOST_CHUNKS && (has_few_keys || 5 * heads * size >= 2 * sms))
         .then_some((tile, size))
 }
 
