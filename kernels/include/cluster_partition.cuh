@@ -105,19 +105,19 @@ __device__ __forceinline__ ClusterRange partition_cluster(const AttentionParams&
                                                           LaneSequence<kRows, kKvChunkKeys>& mine) {
   ClusterRange range;
   range.page = guess_page<kKeys, kKvChunkKeys>(params, rank, size);
-  const int32_t lane = threadIdx.x % 32, num_seqs = live_sequences(params);
+  const int32_t lane = threadIdx.x % 32;
+  const int32_t given = params.num_seqs == nullptr ? params.max_seqs : __ldg(params.num_seqs);
   Metadata<1> metadata;
-  bool raises_starts = false;
-#pragma unroll 1
-  for (;;) {
-    metadata.load(params, lane);
+  metadata.load(params, lane);
+  // Starts are not negative. That num_seqs seems to depend on one keeps the compiler from waiting for it before it
+  // issues the loads of the metadata.
+  const int32_t zero = ptx::opaque(metadata.starts[1]) >> 31;
+  const int32_t num_seqs = clamp(given + zero, 0, params.max_seqs);
+  range.starts_ascend = __all_sync(~0u, lane >= num_seqs || metadata.ascends(params, 0));
+  if (__builtin_expect(!range.starts_ascend, false)) {
     StartMaxima maxima = {0, 0};
-    if (__builtin_expect(raises_starts, false)) metadata.ascend(params, maxima);
-    const bool ascends = __all_sync(~0u, lane >= num_seqs || metadata.ascends(params, 0));
-    if (__builtin_expect(ascends || raises_starts, true)) break;
-    raises_starts = true;
+    metadata.ascend(params, maxima);
   }
-  range.starts_ascend = !raises_starts;
   mine.measure(params, metadata.sequence(params, 0, lane), lane < num_seqs);
   mine.end = sum_up_to_this_lane(mine.work());
   const int32_t total = __shfl_sync(~0u, mine.end, 31);

@@ -15,15 +15,24 @@ const KERNEL: &str = "cluster_decode";
 /// Maximum sequence slots.
 const MAX_SLOTS: i64 = CLUSTER_DECODE_SLOTS as i64;
 
-/// The most keys of all sequences together, by the capacity of each. Past this, the clusters' SMs, some of which stay idle, do
-/// not saturate DRAM: 4 x 8k takes 40.8 us instead of 41.9, 1 x 128k 156 instead of 139 (H200).
-const MOST_KEYS: i64 = 1 << 16;
+/// The most keys of all sequences and KV heads together, by the capacity of each sequence. Past this, the clusters' SMs, some of
+/// which stay idle, are slower at reading from DRAM. Over 8 KV heads 1 x 128k takes 130.7 us instead of 134.0, 8 x 16k 130.4 instead of
+/// 131.6, 2 x 128k 253.7 instead of 252.2 (H200).
+const MOST_KEYS: i64 = 1 << 20;
+
+/// A CTA that has parts of several tiles merges its warps several times, which pays only for tiles of this many keys: 12 x 2k takes
+/// 32.3 us instead of 39.8 over 8 KV heads and 16 x 2k 40.0 instead of 41.6, but 16 x 512 15.6 instead of 11.8.
+const LONG_TILE_KEYS: i64 = 2048;
+
+/// `MOST_KEYS` of sequences that are more than a cluster's CTAs: 16 x 8k takes 133.8 us instead of 129.6.
+const MOST_KEYS_OF_MANY: i64 = 1 << 18;
 
 /// The most KV chunks of a KV head: the kernel divides them in f32.
 const MOST_CHUNKS: i64 = 1 << 20;
 
-/// The most keys per KV head of a call whose clusters leave most SMs idle.
-const FEW_KEYS: i64 = 8192;
+/// The most keys per KV head of a call whose clusters leave most SMs idle: over 4 KV heads 1 x 12k takes 17.2 us instead of 18.8,
+/// 1 x 16k 21.1 instead of 20.0, 4 x 4k 21.2 instead of 19.7.
+const FEW_KEYS: i64 = 12288;
 
 /// Takes calls of few sequences that are all short, without `batch_invariant`: how a tile is split depends on the batch.
 pub(super) fn launches<'c>(call: &Call<'c>) -> Result<Option<Launches<'c>>> {
@@ -63,12 +72,17 @@ fn tile_and_size(call: &Call) -> Option<(&'static ClusterDecodeTile, i64)> {
     let chunks = tiles * (keys / chunk + 2);
     let seqs = call.rows().min(call.seqs());
     let all_keys = seqs.saturating_mul(keys);
-    // With tiles for half of the SMs, decode's own kernel is faster: 16 x 512 takes 13.3 us instead of 17.7 over 8 KV heads.
-    let is_few = 2 * seqs * heads <= sms && all_keys <= MOST_KEYS;
-    let has_few_keys = all_keys <= FEW_KEYS;
     let size = largest.min(chunks);
-    (is_few && largest > 1 && chunks + largest <= MOST_CHUNKS && (has_few_keys || 5 * heads * size >= 2 * sms))
-        .then_some((tile, size))
+    // By sequences per CTA.
+    let most_keys = if seqs <= size {
+        MOST_KEYS
+    } else if seqs <= 2 * size && keys >= LONG_TILE_KEYS {
+        MOST_KEYS_OF_MANY
+    } else {
+        0
+    };
+    let fits = largest > 1 && chunks + largest <= MOST_CHUNKS && heads.saturating_mul(all_keys) <= most_keys;
+    (fits && (all_keys <= FEW_KEYS || 5 * heads * size >= 2 * sms)).then_some((tile, size))
 }
 
 #[cfg(test)]
@@ -102,17 +116,28 @@ mod tests {
     #[test]
     fn clusters_are_as_large_as_fits_the_gpu() {
         for (heads, expected) in [(7, 8), (8, 8), (12, 8), (16, 6), (32, 3)] {
-            assert_eq!(size(&over(1 << 15, heads, &problem(2, 2, 32, 128))), Some(expected), "{heads} heads");
+            assert_eq!(size(&over(1 << 14, heads, &problem(2, 2, 32, 128))), Some(expected), "{heads} heads");
         }
-        // Clusters of one CTA; tiles for half of the SMs; many keys.
+        // Clusters of one CTA; many keys.
         assert_eq!(size(&over(1 << 15, 64, &problem(1, 1, 32, 128))), None);
-        assert_eq!(size(&over(1 << 12, 8, &problem(9, 9, 32, 128))), None);
-        assert_eq!(size(&over((1 << 15) + 1, 8, &problem(2, 2, 32, 128))), None);
+        assert_eq!(size(&over(1 << 16, 8, &problem(2, 2, 32, 128))), Some(8));
+        assert_eq!(size(&over((1 << 16) + 1, 8, &problem(2, 2, 32, 128))), None);
+        assert_eq!(size(&over(1 << 16, 16, &problem(2, 2, 32, 128))), None);
+        // More sequences than CTAs: neither few nor many keys, and no more than twice as many.
+        for (seqs, keys, expected) in
+            [(9, 2047, None), (9, 2048, Some(8)), (16, 2048, Some(8)), (16, 2049, None), (17, 2048, None)]
+        {
+            assert_eq!(
+                size(&over(keys, 8, &problem(seqs, seqs, 32, 128))),
+                expected,
+                "{seqs} sequences of {keys} keys"
+            );
+        }
         let few_sms = Device { sms: 8, ..device(true) };
         assert_eq!(size_on(&over(1 << 15, 2, &problem(1, 1, 32, 128)), &few_sms), Some(3));
         // Most SMs would be idle.
-        assert_eq!(size(&over(8193, 4, &problem(1, 1, 32, 128))), None);
-        assert_eq!(size(&over(8192, 4, &problem(1, 1, 32, 128))), Some(8));
+        assert_eq!(size(&over(12289, 4, &problem(1, 1, 32, 128))), None);
+        assert_eq!(size(&over(12288, 4, &problem(1, 1, 32, 128))), Some(8));
         // No more CTAs than chunks.
         assert_eq!(size(&over(128, 8, &problem(1, 1, 32, 128))), Some(3));
     }
