@@ -91,7 +91,7 @@ fn score_options_stay_within_the_bound() {
 fn many_keys_stay_within_the_bound() {
     // The CPU kernels decode fp8, so that the number of keys does not affect the error.
     let lengths: &[usize] = if runs_on_cpu() { &[4096] } else { &[4096, 16384, 131_072] };
-    for head_dim in [64, 128, 256] {
+    for head_dim in [128, 256] {
         for &keys in lengths {
             let spec = BatchSpec { heads: (1, 1), lengths: vec![(64, keys)], ..fp8(head_dim) };
             for numbers in [Numbers::AsDrawn, Numbers::Shifted(0.5), Numbers::OneKey(0.5)] {

@@ -24,7 +24,7 @@ class Transposer {
   static constexpr int kChunks = From::kAtomColumns * Atom::kChunks / Shape::kTransposeWarps;  // of this warp
   static constexpr int kKeySteps = Shape::kKeys / 32, kMatrices = kChunks * kKeySteps;
   /// Loads in flight: a store waits for its load, so one at a time would take longer than the products at D 256.
-  static constexpr int kBatch = kMatrices % 3 == 0 ? 3 : 2;
+  static constexpr int kBatch = 4;
 
  public:
   __device__ __forceinline__ Transposer(const Pipeline<Shape>& pipeline, int32_t warp)
@@ -49,18 +49,9 @@ class Transposer {
     pipeline_.loaded_values_full(state).wait();
     pipeline_.values_empty(state).producer_wait();
     const uint32_t from = pipeline_.loaded_values(state.stage), to = pipeline_.values(state.stage);
-    if (first_key >= tile.visible_begin && first_key + Shape::kKeys <= tile.visible_end) {
-      transpose_chunks<kBatch>(from, to, [](int, uint32_t pairs) { return pairs; });
-    } else {
-      const int32_t first = first_key + threadIdx.x % 4 * 2, begin = tile.visible_begin, end = tile.visible_end;
-      // One load at a time: the masks take registers.
-      transpose_chunks<1>(from, to, [=](int key_in_block, uint32_t pairs) {
-        const int32_t key = first + key_in_block;
-        const uint32_t low = key >= begin && key < end ? 0x0000ffffu : 0u;
-        const uint32_t high = key + 1 >= begin && key + 1 < end ? 0xffff0000u : 0u;
-        return pairs & (low | high);
-      });
-    }
+    clear_rows(from, 0, tile.visible_begin - first_key);
+    clear_rows(from, tile.visible_end - first_key, Shape::kKeys);
+    transpose_chunks(from, to);
     ptx::fence_proxy_async_shared();
     __syncwarp();
     if (threadIdx.x % 32 == 0) {
@@ -70,30 +61,38 @@ class Transposer {
   }
 
  private:
-  /// Transposes this warp's chunks, kLoads times 32 keys of a chunk at once. `filter(first_key, pairs)` masks the
-  /// elements of two keys, a pair of columns each; `first_key` is the index in the block of the first of the matrix's 8
-  /// keys.
-  template <int kLoads, typename Filter>
-  __device__ __forceinline__ void transpose_chunks(uint32_t from, uint32_t to, const Filter& filter) const {
-    static_assert(kMatrices % kLoads == 0);
+  /// Clears this warp's chunks of rows [first, end) of V as loaded.
+  __device__ __forceinline__ void clear_rows(uint32_t from, int32_t first, int32_t end) const {
+    if (first >= end) return;
+    const int32_t items = min(end, Shape::kKeys) * kChunks;
+#pragma unroll 1
+    for (int32_t item = max(first, 0) * kChunks + threadIdx.x % 32; item < items; item += 32) {
+      const int32_t row = item / kChunks, chunk = first_chunk_ + item % kChunks;
+      xa::ptx::clear_shared_16(from + row / 8 * From::kStrideByteOffset +
+                               chunk / Atom::kChunks * From::kLeadingByteOffset +
+                               Atom::offset(row % 8, chunk % Atom::kChunks));
+    }
+    __syncwarp();
+  }
+  /// Transposes this warp's chunks, kBatch times 32 keys of a chunk at once.
+  __device__ __forceinline__ void transpose_chunks(uint32_t from, uint32_t to) const {
+    static_assert(kMatrices % kBatch == 0);
 #pragma unroll
-    for (int first = 0; first < kMatrices; first += kLoads) {
+    for (int first = 0; first < kMatrices; first += kBatch) {
       // Two columns of two keys each, from four matrices of 8 keys.
-      uint32_t pairs[kLoads][4];
+      uint32_t pairs[kBatch][4];
 #pragma unroll
-      for (int i = 0; i < kLoads; ++i) {
+      for (int i = 0; i < kBatch; ++i) {
         const int chunk = first_chunk_ + (first + i) / kKeySteps, row_group = (first + i) % kKeySteps * 4;
         const uint32_t column = from + from_ + chunk / Atom::kChunks * From::kLeadingByteOffset +
                                 (chunk % Atom::kChunks * 16 ^ from_swizzle_);
         xa::ptx::ldmatrix_x4_trans(pairs[i], column + row_group * From::kStrideByteOffset);
       }
 #pragma unroll
-      for (int i = 0; i < kLoads; ++i) {
+      for (int i = 0; i < kBatch; ++i) {
         const int chunk = (first + i) / kKeySteps, keys = (first + i) % kKeySteps * 32;
         // One column of four keys each.
         uint32_t quads[4];
-#pragma unroll
-        for (int group = 0; group < 4; ++group) pairs[i][group] = filter(keys + 8 * group, pairs[i][group]);
 #pragma unroll
         for (int j = 0; j < 4; ++j) {
           quads[j] = __byte_perm(pairs[i][j / 2 * 2], pairs[i][j / 2 * 2 + 1], selectors_[j % 2]);

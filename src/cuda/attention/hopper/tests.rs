@@ -99,7 +99,7 @@ fn e4m3fn_q_k_and_v_take_the_fp8_kernel() {
         let out = Tensor::dense(DType::BF16, null_mut(), &[1000, 12, 128]);
         Attention { q, kv_dtype: DType::F8E4M3FN, out, ..plain }
     };
-    assert_eq!(first_kernel(&codes(ragged())), "hopper_prefill_fp8_128_contiguous_scaled");
+    assert_eq!(first_kernel(&codes(ragged())), "hopper_prefill_fp8_128_short_contiguous_scaled");
     let mut capped = codes(paged(16));
     capped.score.softcap = 30.0;
     assert_eq!(first_kernel(&capped), "hopper_prefill_fp8_128_paged_softcap_alibi");
@@ -111,6 +111,21 @@ fn e4m3fn_q_k_and_v_take_the_fp8_kernel() {
     assert_eq!(first_kernel(&Attention { k: view, ..plain }), "attention_fp8_fp8_128_prefill_softcap_alibi");
     let misplaced = KvView { data: std::ptr::without_provenance_mut(8), ..plain.k };
     assert_eq!(first_kernel(&Attention { v: misplaced, ..plain }), "attention_fp8_fp8_128_prefill_softcap_alibi");
+    // Sequences of up to 1024 packed rows on average, over packed keys that are few.
+    let short = |rows, total| {
+        let plain = ragged();
+        let keys = Keys { storage: KeyStorage::Contiguous { total }, ..plain.keys };
+        codes(of_lengths(&Attention { keys, ..plain }, 128, rows, -1))
+    };
+    let name = |problem: &Attention| first_kernel(problem).to_owned();
+    assert_eq!(name(&short(7 * 512, 14 * 512)), "hopper_prefill_fp8_128_short_contiguous_scaled");
+    for general in [
+        short(7 * 512 + 1, 14 * 512),
+        short(7 * 512, 14 * 512 + 1),
+        Attention { batch_invariant: true, ..short(7 * 512, 14 * 512) },
+    ] {
+        assert_eq!(name(&general), "hopper_prefill_fp8_128_contiguous_scaled");
+    }
 }
 
 #[test]

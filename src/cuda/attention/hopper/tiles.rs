@@ -39,21 +39,27 @@ impl HopperPrefillTile {
         self.ctas_per_sm > 1
     }
 
+    /// Whether a tile for short sequences has blocks of other sizes than the general one.
+    fn has_other_blocks(&self) -> bool {
+        self.is_tiny() || self.bytes == 1
+    }
+
     /// Whether the tile is for sequences of any length.
     fn is_general(&self) -> bool {
         self.max_full_rows == 0 && self.max_causal_rows == 0
     }
 
     /// Whether the tile is for a call that packs `pack_gqa` query heads. Tiles for short sequences have fewer rows, so they
-    /// compute fewer masked scores at the diagonal and waste fewer rows. Tiny tiles are for packed keys, no more than twice as
-    /// many as query rows. Their blocks have 64 keys, so the lengths of other sequences change a result's bits.
+    /// compute fewer masked scores at the diagonal and waste fewer rows. Tiny tiles and those of fp8 are for packed keys, no more
+    /// than twice as many as query rows. Their blocks have other numbers of keys, so the lengths of other sequences change a
+    /// result's bits.
     pub(super) fn takes_lengths(&self, problem: &Attention, pack_gqa: i64) -> bool {
         if self.is_general() {
             return true;
         }
         let has_few_keys =
             matches!(problem.keys.storage, KeyStorage::Contiguous { total } if total <= 2 * problem.num_rows);
-        if self.is_tiny() && (!has_few_keys || problem.batch_invariant) {
+        if self.has_other_blocks() && (!has_few_keys || problem.batch_invariant) {
             return false;
         }
         let max_rows = if problem.score.window_right >= 0 { self.max_causal_rows } else { self.max_full_rows };
