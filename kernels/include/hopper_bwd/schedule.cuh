@@ -168,15 +168,22 @@ __device__ __forceinline__ void locate_tile(const HopperBackwardParams& params, 
     key_block = key_blocks - 1 - key_block;
     to.queries_ascend = 1;
   }
-  const int32_t shift = sequence.shift;
-  const VisibleBlocks<Shape> visible_blocks = {num_queries, num_keys, shift, forward.window_left, forward.window_right};
+  // Where no CTA adds to dQ, a tile's query blocks need not be those of other tiles: they begin at the first query that
+  // attends to the tile's keys, and the tile takes that query for the sequence's first one.
+  int32_t skipped_queries = 0;
+  if (!Shape::kAccumulatesDq && forward.window_right >= 0) {
+    skipped_queries = max(key_block * Shape::kKeys - sequence.shift - forward.window_right, 0);
+  }
+  const int32_t shift = sequence.shift + skipped_queries, tile_queries = num_queries - skipped_queries;
+  const VisibleBlocks<Shape> visible_blocks = {tile_queries, num_keys, shift, forward.window_left,
+                                               forward.window_right};
   const int32_t first_block = visible_blocks.first_query_block(key_block);
   to.key_block = key_block;
   to.keys_descend = keys_descend;
   to.first_block = first_block;
   to.num_blocks = visible_blocks.last_query_block(key_block) - first_block + 1;
-  to.first_query = sequence.first_query;
-  to.num_queries = num_queries;
+  to.first_query = sequence.first_query + skipped_queries;
+  to.num_queries = tile_queries;
   to.first_key = sequence.first_key;
   to.num_keys = num_keys;
   to.shift = shift;

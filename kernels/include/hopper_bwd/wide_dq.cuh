@@ -74,6 +74,11 @@ __device__ __forceinline__ void compute_dq(const HopperBackwardParams& params, c
     if (query_block < 0) break;
     const int32_t first_row = query_block * Shape::kQueries + 64 * warpgroup;
     int32_t block = uniform(tile.first_block), blocks_left = uniform(tile.num_blocks);
+    // Under a causal mask the tile's last key block may be masked for all queries of the first warpgroup.
+    const bool skips_last_block =
+        blocks_left > 1 && forward.window_right >= 0 &&
+        (block + blocks_left - 1) * Shape::kKeys > first_row + 63 + uniform(tile.shift) + forward.window_right;
+    blocks_left -= skips_last_block;
     BlockRange unmasked = {INT32_MIN, uniform(tile.num_keys) / Shape::kKeys};
     {
       const int32_t first_position = first_row + uniform(tile.shift);
@@ -185,9 +190,19 @@ __device__ __forceinline__ void compute_dq(const HopperBackwardParams& params, c
       }
       compute_ds(false);
     }
+    if (skips_last_block) ptx::named_barrier_sync(kWarpSchedulerBarrier + warpgroup, 256);
     start_dq();
+    if (skips_last_block) warp_scheduler_barrier_arrive();
     ptx::wgmma_wait_group<0>();
     release_atom_columns<Shape::kAtomColumns>(release_state, streamed_empty);
+    if (skips_last_block) {
+      // A stage can be released once it is full: before that, the release would count for its previous block.
+      wait_for_atom_columns<Shape::kAtomColumns>(read_state, streamed_full);
+      wait_for_atom_columns<Shape::kValueAtomColumns>(value_read_state, streamed_values_full);
+      release_atom_columns<Shape::kAtomColumns>(release_state, streamed_empty);
+      release_atom_columns<Shape::kValueAtomColumns>(value_read_state, streamed_values_empty);
+      read_state = release_state;
+    }
     const int64_t row_stride = static_cast<int64_t>(forward.num_kv_heads) * forward.group * forward.head_dim;
     const int64_t element = (tile.first_query + first_row) * row_stride + tile.head * forward.head_dim;
     with_gradient_type<T>(params.base, params.base.dq, [&](auto* gradient) {
