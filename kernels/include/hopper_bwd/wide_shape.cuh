@@ -26,7 +26,7 @@ struct WideShape : tiles::HopperBwdWide<Gradient, HeadDim, LogitsTransform> {
   static constexpr int kQueries = kComputesDkDv ? Config::kStepRows : 128,
                        kKeys = kComputesDkDv ? 64 : Config::kStepRows;
   /// Steps of 16 columns of K and V that the compute warpgroups of dK and dV keep in registers as operand A.
-  static constexpr int kHeldSteps = !kComputesDkDv ? 0 : kHeadDim == 256 ? 6 : Config::kValueDim == 128 ? 8 : 4;
+  static constexpr int kHeldSteps = !kComputesDkDv ? 0 : kHeadDim == 256 ? 6 : 8;
   /// kOverlapsDq: dQ of a key block runs while P of the next block is computed. kReleasesEarly: a block of dO or Q is
   /// released when half of the next block's P or dS is computed, rather than all of it. Both are measured
   /// (docs/dev/lab_notebook.md).
