@@ -220,7 +220,13 @@ __device__ __forceinline__ void compute_tiles(const HopperPrefillParams& prefill
     pack_weights();
     clear_partial_values();
     --block;
-    for_each_block(block, first, common_begin, common_end, step);
+    if constexpr (kScaleInExponent) {
+      for_each_block(block, first, common_begin, common_end, step);
+    } else {
+      // With a transform, three copies of the step spill registers at D 192.
+#pragma unroll 1
+      for (; block >= first; --block) step(block < common_begin || block >= common_end);
+    }
     const KvState last(block_count);
     pipeline.values_full(last).wait();
     issue_pv(last);
