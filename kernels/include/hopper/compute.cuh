@@ -220,10 +220,11 @@ __device__ __forceinline__ void compute_tiles(const HopperPrefillParams& prefill
     pack_weights();
     clear_partial_values();
     --block;
-    if constexpr (kScaleInExponent) {
+    if constexpr (kScaleInExponent || Shape::kValueDim % 128 == 0) {
       for_each_block(block, first, common_begin, common_end, step);
     } else {
-      // With a transform, three copies of the step spill registers at D 192.
+      // With a transform, three copies of the step spill registers at D 96 and 192. At D 64 and 192 one copy is as
+      // fast; at D 128 and 256, where nothing spills, it is up to 4 % slower.
 #pragma unroll 1
       for (; block >= first; --block) step(block < common_begin || block >= common_end);
     }
