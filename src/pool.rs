@@ -10,6 +10,7 @@ use std::sync::atomic::{
     Ordering::{Acquire, Relaxed, Release},
 };
 use std::sync::{Arc, OnceLock};
+use std::thread::{self, Thread};
 
 /// A thread pool that runs a function later on one of its threads, or at once on the calling thread.
 ///
@@ -80,6 +81,8 @@ struct ParallelLoop {
     next: AtomicUsize,
     /// Completed indices; a thread adds its own after it has dropped its scratch.
     done: AtomicUsize,
+    /// The calling thread, which may be parked until all indices are done.
+    caller: Thread,
     panicked: AtomicUsize,
     /// The text of the first panic.
     panic: OnceLock<String>,
@@ -113,17 +116,25 @@ impl ParallelLoop {
         }
     }
 
-    /// Wait until all indices are done: spin for a short time, then yield to other threads.
+    /// Count `indices` as done; the thread that completes the loop wakes the caller.
+    fn complete(&self, indices: usize) {
+        if indices > 0 && self.done.fetch_add(indices, Release) + indices == self.count {
+            self.caller.unpark();
+        }
+    }
+
+    /// Wait, on the calling thread, until all indices are done: spin for some microseconds, then park.
     fn wait(&self) {
         const SPINS: usize = 1 << 10;
-        let mut spins = 0;
-        while self.done.load(Acquire) < self.count {
-            if spins < SPINS {
-                spins += 1;
-                std::hint::spin_loop();
-            } else {
-                std::thread::yield_now();
+        let is_done = || self.done.load(Acquire) == self.count;
+        for _ in 0..SPINS {
+            if is_done() {
+                return;
             }
+            std::hint::spin_loop();
+        }
+        while !is_done() {
+            thread::park();
         }
     }
 }
@@ -158,7 +169,7 @@ where
         }
         // The scratch may borrow from the caller, so it is dropped before the caller may stop waiting.
         state.catch(|| drop(own_scratch));
-        state.done.fetch_add(taken, Release);
+        state.complete(taken);
     }
     fn help(argument: usize) {
         // SAFETY: the argument comes from `Arc::into_raw` below, which counts one reference for each scheduled helper,
@@ -175,6 +186,7 @@ where
     let state = Arc::new(ParallelLoop {
         next: 0.into(),
         done: 0.into(),
+        caller: thread::current(),
         panicked: 0.into(),
         panic: OnceLock::new(),
         failpoint: if on_caller { Some(Failpoint::CpuCaller) } else { on_worker.then_some(Failpoint::CpuWorker) },
@@ -203,7 +215,8 @@ where
 #[cfg(test)]
 mod tests {
     use super::*;
-    use std::sync::Mutex;
+    use std::sync::{Barrier, Mutex};
+    use std::time::Duration;
 
     /// Only collects tasks, so that the test can run them after the loop has ended.
     #[derive(Default)]
@@ -277,7 +290,7 @@ mod tests {
 
     impl Drop for Borrowing<'_> {
         fn drop(&mut self) {
-            std::thread::sleep(std::time::Duration::from_millis(5));
+            thread::sleep(Duration::from_millis(5));
             self.0.fetch_add(1, Relaxed);
         }
     }
@@ -291,10 +304,36 @@ mod tests {
                 made.fetch_add(1, Relaxed);
                 Borrowing(&dropped)
             };
-            let nap = |_: &mut Borrowing, _| std::thread::sleep(std::time::Duration::from_micros(200));
+            let nap = |_: &mut Borrowing, _| thread::sleep(Duration::from_micros(200));
             parallel_for(&pool, 32, scratch, nap).unwrap();
             assert_eq!(dropped.load(Relaxed), made.load(Relaxed));
         }
+    }
+
+    /// CPU time of this thread.
+    fn cpu_time() -> Duration {
+        let mut time = libc::timespec { tv_sec: 0, tv_nsec: 0 };
+        // SAFETY: `clock_gettime` writes the struct, which is live.
+        unsafe { libc::clock_gettime(libc::CLOCK_THREAD_CPUTIME_ID, &raw mut time) };
+        Duration::new(time.tv_sec as u64, time.tv_nsec as u32)
+    }
+
+    #[test]
+    fn a_caller_that_waits_for_another_thread_uses_no_cpu_time() {
+        let pool = rayon::ThreadPoolBuilder::new().num_threads(2).build().unwrap();
+        let caller = thread::current().id();
+        let used_before = cpu_time();
+        // Each thread waits until the other one has an index too, and the caller ends first.
+        let started = Barrier::new(2);
+        let nap = |(): &mut (), _| {
+            started.wait();
+            if thread::current().id() != caller {
+                thread::sleep(Duration::from_millis(200));
+            }
+        };
+        parallel_for(&pool, 2, || (), nap).unwrap();
+        let used = cpu_time().saturating_sub(used_before);
+        assert!(used < Duration::from_millis(50), "{used:?}");
     }
 
     #[test]
