@@ -8,9 +8,6 @@ use std::ops::Range;
 /// Maximum keys of a block.
 pub(super) const BLOCK: usize = 128;
 
-/// A block has row addresses for a multiple of this many keys, so that kernels may always load several keys at a time.
-pub(super) const PADDING: usize = 32;
-
 /// K or V with strides in bytes: element (page, token, head, 0) is at `data + page * page + token * token + head *
 /// head`. Packed keys are one page.
 #[derive(Clone, Copy)]
@@ -61,7 +58,7 @@ impl KvTensors {
 
 /// Row addresses of a block of at most [`BLOCK`] keys of one sequence.
 pub(super) struct BlockRows {
-    /// K rows of KV head 0; entries past the last key, up to a multiple of [`PADDING`], repeat the last key's.
+    /// K rows of KV head 0; entries past the last key, up to `padded_len`, repeat the last key's.
     k: [*const u8; BLOCK],
     /// V rows of KV head 0, padded in the same way.
     v: [*const u8; BLOCK],
@@ -69,19 +66,23 @@ pub(super) struct BlockRows {
     pub(super) first: usize,
     /// Keys in the block.
     pub(super) len: usize,
+    /// Keys with row addresses, so that kernels may always load several keys at a time; at least 1.
+    pub(super) padded_len: usize,
 }
 
 impl BlockRows {
     pub(super) fn empty() -> Self {
-        Self { k: [std::ptr::null(); BLOCK], v: [std::ptr::null(); BLOCK], first: 0, len: 0 }
+        Self { k: [std::ptr::null(); BLOCK], v: [std::ptr::null(); BLOCK], first: 0, len: 0, padded_len: 1 }
     }
 
-    /// Make this the block of the sequence's `keys`. Page ids are clamped to the cache.
+    /// Make this the block of the sequence's `keys`, with row addresses up to a multiple of `padding`, a power of two
+    /// up to [`BLOCK`]. Page ids are clamped to the cache.
     ///
     /// # Safety
     /// `keys` are at most [`BLOCK`] and below the sequence's `len_k`; the table entries of their pages are readable.
-    pub(super) unsafe fn locate(&mut self, kv: &KvTensors, sequence: &Sequence, keys: Range<usize>) {
+    pub(super) unsafe fn locate(&mut self, kv: &KvTensors, sequence: &Sequence, keys: Range<usize>, padding: usize) {
         (self.first, self.len) = (keys.start, keys.len());
+        self.padded_len = self.len.next_multiple_of(padding).max(1);
         match (sequence.keys, kv.table) {
             (SequenceKeys::Pages(pages), Some(table)) => {
                 let (mut entry, mut token) = (0, 0);
@@ -106,14 +107,10 @@ impl BlockRows {
         }
         if let Some(last) = self.len.checked_sub(1) {
             let (k, v) = (self.k[last], self.v[last]);
-            let padding = self.len..self.padded_len();
+            let padding = self.len..self.padded_len;
             self.k[padding.clone()].fill(k);
             self.v[padding].fill(v);
         }
-    }
-
-    pub(super) fn padded_len(&self) -> usize {
-        self.len.next_multiple_of(PADDING).max(1)
     }
 
     /// Set the addresses of the block's keys `range`, which are neighbours in a page from `token` on.

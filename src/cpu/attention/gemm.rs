@@ -12,7 +12,7 @@
 //! needs no sum across lanes. K and V of a block are packed once for all micro-panels (`packing`).
 
 use super::block_rows::BLOCK;
-use super::block_step::{BlockBuffers, BlockKernel, BlockStep};
+use super::block_step::{BlockBuffers, BlockKernel, BlockSize, BlockStep};
 use super::packing::pack_block;
 use super::prefetcher::Prefetcher;
 use super::score::{KeyPositions, MaskAndBias};
@@ -26,7 +26,11 @@ use std::ops::Range;
 pub(super) struct GemmKernel;
 
 impl<S: Simd> BlockKernel<S> for GemmKernel {
-    const BLOCK_KEYS: usize = BLOCK / 2 * S::ELEMENTS_PER_LANE;
+    const PADDING: usize = 32;
+
+    fn block_size(heads: usize, _: usize) -> BlockSize {
+        BlockSize { keys: BLOCK / 2 * S::ELEMENTS_PER_LANE, heads }
+    }
 
     #[inline(always)]
     unsafe fn attend(simd: S, block_step: BlockStep, prefetcher: &mut Prefetcher, buffers: BlockBuffers) {

@@ -7,13 +7,13 @@
 //! E is [`Simd::ELEMENTS_PER_LANE`]. Where it is 2, adjacent keys belong to consecutive steps, so that their p
 //! share a lane: p is `[keys / E][ROWS]`. q is `[ROWS][D / E]` and o `[ROWS][Dv]`, each row padded to whole vectors.
 
-use super::block_rows::PADDING;
-use super::block_step::{BlockBuffers, BlockKernel, BlockStep};
+use super::block_rows::BLOCK;
+use super::block_step::{BlockBuffers, BlockKernel, BlockSize, BlockStep};
 use super::kv_loader::KvLoader;
 use super::prefetcher::Prefetcher;
 use super::score::{KeyPositions, MaskAndBias};
 use super::softmax::softmax;
-use crate::cpu::simd::{MAX_LANES, Simd};
+use crate::cpu::simd::{CacheLevel, MAX_LANES, Simd};
 use std::marker::PhantomData;
 
 /// The kernel for [`super::plan::QueryLayout::HeadDimInLanes`] of ROWS rows, at most LANES / 2, with K and V loaded by
@@ -21,14 +21,24 @@ use std::marker::PhantomData;
 pub(super) struct GemvKernel<L, const ROWS: usize>(PhantomData<L>);
 
 impl<S: Simd, L: KvLoader<S>, const ROWS: usize> BlockKernel<S> for GemvKernel<L, ROWS> {
-    // Two blocks, the one that is read and the one that is prefetched, shall fit into the L2 cache.
-    const BLOCK_KEYS: usize = if L::BYTES < 4 { 2 * PADDING } else { PADDING };
+    /// The keys of E steps.
+    const PADDING: usize = S::LANES / ROWS * S::ELEMENTS_PER_LANE;
+
+    /// Two blocks, the one that is read and the one that is prefetched, fit into the L1 cache. The L2 cache then has no
+    /// other misses than those of the prefetches, which are in the order of the memory, so that the CPU's prefetchers
+    /// run ahead of them.
+    fn block_size(heads: usize, row_bytes: usize) -> BlockSize {
+        const BLOCK_BYTES: usize = 16 << 10;
+        let padding = <Self as BlockKernel<S>>::PADDING;
+        let keys = (BLOCK_BYTES / (heads * row_bytes) / padding * padding).clamp(padding, BLOCK);
+        BlockSize { keys, heads: (BLOCK_BYTES / (keys * row_bytes)).clamp(1, heads) }
+    }
 
     #[inline(always)]
     unsafe fn attend(simd: S, block_step: BlockStep, prefetcher: &mut Prefetcher, buffers: BlockBuffers) {
         let BlockStep { rows, state, lanes, .. } = block_step;
-        // E steps cover this many keys: each step takes LANES / ROWS of them, E apart.
-        let keys = S::LANES / ROWS * S::ELEMENTS_PER_LANE;
+        // Each of E steps takes LANES / ROWS of these keys, E apart.
+        let keys = <Self as BlockKernel<S>>::PADDING;
         let first = rows.block.first;
         let (groups, padded_len) = (rows.block.len.div_ceil(keys), rows.block.len.next_multiple_of(keys));
         let mask_and_bias = MaskAndBias {
@@ -46,8 +56,8 @@ impl<S: Simd, L: KvLoader<S>, const ROWS: usize> BlockKernel<S> for GemvKernel<L
             masked: !lanes.visible_to_all(&(0..S::LANES), first, &(0..padded_len)),
         };
         let loader = L::new(simd, block_step.kv_dtype);
-        // SAFETY: the block has row addresses up to a multiple of PADDING keys, which whole steps divide, and the
-        // buffer of scores has a vector for each step. The GEMV layout has one vector of m, l and rescale factors.
+        // SAFETY: the block has row addresses up to a multiple of PADDING, the keys of E steps, and the buffer of scores
+        // has a vector for each step. The GEMV layout has one vector of m, l and rescale factors.
         unsafe {
             for step in 0..mask_and_bias.positions.steps {
                 let key = step / S::ELEMENTS_PER_LANE * keys + step % S::ELEMENTS_PER_LANE;
@@ -90,7 +100,7 @@ unsafe fn scores<S: Simd, L: KvLoader<S>, const ROWS: usize>(
     // to `whole`, then what is left of the row.
     unsafe {
         for i in (0..by_two).step_by(2 * vector) {
-            prefetcher.prefetch_in_chunk(2 * keys * vector * L::BYTES);
+            prefetcher.prefetch_in_chunk(CacheLevel::L1, 2 * keys * vector * L::BYTES);
             for (key, row) in k[..keys].iter().enumerate() {
                 let [x, y] = loader.load_2(simd, row.add(i * L::BYTES));
                 add_products::<S, ROWS>(simd, x, key, queries(i), &mut sums);
@@ -98,7 +108,7 @@ unsafe fn scores<S: Simd, L: KvLoader<S>, const ROWS: usize>(
             }
         }
         for i in (by_two..whole).step_by(vector) {
-            prefetcher.prefetch_in_chunk(keys * vector * L::BYTES);
+            prefetcher.prefetch_in_chunk(CacheLevel::L1, keys * vector * L::BYTES);
             for (key, row) in k[..keys].iter().enumerate() {
                 let x = loader.load(simd, row.add(i * L::BYTES), vector);
                 add_products::<S, ROWS>(simd, x, key, queries(i), &mut sums);
@@ -205,8 +215,8 @@ unsafe fn value_columns<S: Simd, L: KvLoader<S>, const ROWS: usize, const NV: us
             // is 0.
             let key = pair * S::ELEMENTS_PER_LANE;
             let at = |key: usize| block_step.rows.v(key).wrapping_add(i * L::BYTES);
-            let v_rows = (at(key), at(key + 1));
-            prefetcher.prefetch_in_chunk(NV * S::LANES * S::ELEMENTS_PER_LANE * L::BYTES);
+            let v_rows = (at(key), at(key + S::ELEMENTS_PER_LANE - 1));
+            prefetcher.prefetch_in_chunk(CacheLevel::L1, NV * S::LANES * S::ELEMENTS_PER_LANE * L::BYTES);
             let mut x = [simd.splat(0.0); NV];
             for v in (0..NV).step_by(if NV.is_multiple_of(4) { 4 } else { 1 }) {
                 let at = v * S::LANES * L::BYTES;

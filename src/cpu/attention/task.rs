@@ -14,7 +14,7 @@ use super::score::LogitsTransform;
 use super::softmax_state::{RowElements, SoftmaxState};
 use crate::cpu::aligned::AlignedBuffer;
 use crate::cpu::element_rows::{narrow_row, widen_row};
-use crate::cpu::simd::{MAX_LANES, Simd, SimdKernel, prefetch_row};
+use crate::cpu::simd::{CacheLevel, MAX_LANES, Simd, SimdKernel, prefetch_row};
 use crate::error::Result;
 use crate::problem::MAX_HEAD_DIM;
 use crate::problem::attention::Attention;
@@ -173,7 +173,8 @@ impl RunFwdJob<'_> {
                 q.write_bytes(0, tile.q_len);
                 for row in 0..rows {
                     // Rows of one head may be far apart in memory, and packing a row takes less time than fetching one.
-                    prefetch_row(row_at((row + PREFETCHED_QUERIES).min(rows - 1)), d * query.dtype.size());
+                    let ahead = row_at((row + PREFETCHED_QUERIES).min(rows - 1));
+                    prefetch_row(CacheLevel::L2, ahead, d * query.dtype.size());
                     let from = row_at(row);
                     widen_row(simd, query.dtype, from, widened.as_mut_ptr(), d);
                     if S::ELEMENTS_PER_LANE == 2 {
@@ -251,29 +252,39 @@ impl RunFwdJob<'_> {
         let mut blocks = [BlockRows::empty(), BlockRows::empty()];
         let [block, next] = &mut blocks;
         let (mut block, mut next) = (block, next);
-        let block_at = |first: usize| first.min(keys.end)..(first + K::BLOCK_KEYS).min(keys.end);
+        let size = K::block_size(tile.heads.len(), kv.k.len + kv.v.len);
+        let block_at = |first: usize| first.min(keys.end)..(first + size.keys).min(keys.end);
+        let heads_at = |first: usize| first..(first + size.heads).min(tile.heads.end);
         // SAFETY: at most BLOCK keys of the sequence; their page ids are a view of the problem.
-        unsafe { block.locate(kv, sequence, block_at(keys.start)) };
+        unsafe { block.locate(kv, sequence, block_at(keys.start), K::PADDING) };
         while block.len > 0 {
             // SAFETY: the next keys, at most BLOCK and also of the sequence.
-            unsafe { next.locate(kv, sequence, block_at(block.first + K::BLOCK_KEYS)) };
-            let mut prefetcher = Prefetcher::new(kv, next, tile.heads.clone());
-            for (head, kv_head) in tile.heads.clone().enumerate() {
-                // SAFETY: page ids are clamped, so the row addresses lie in K and V; the scales are views of the
-                // problem; queries, state, lanes and buffers are sized for the tile.
-                unsafe {
-                    let block_step = BlockStep {
-                        rows: block.of_head(kv, kv_head),
-                        q: q.wrapping_add(head * tile.q_len),
-                        state: SoftmaxState::of_head(tile, state, head),
-                        lanes: &self.scratch.lanes,
-                        head,
-                        transform: LogitsTransform::of_head(problem, kv_head),
-                        kv_dtype: problem.kv_dtype,
-                        d: problem.head_dim,
-                        dv: problem.value_dim,
-                    };
-                    K::attend(simd, block_step, &mut prefetcher, buffers);
+            unsafe { next.locate(kv, sequence, block_at(block.first + size.keys), K::PADDING) };
+            for first_head in tile.heads.clone().step_by(size.heads) {
+                let heads = heads_at(first_head);
+                let mut prefetcher = if heads.end < tile.heads.end {
+                    Prefetcher::new(kv, block, heads_at(heads.end))
+                } else {
+                    Prefetcher::new(kv, next, heads_at(tile.heads.start))
+                };
+                for kv_head in heads {
+                    let head = kv_head - tile.heads.start;
+                    // SAFETY: page ids are clamped, so the row addresses lie in K and V; the scales are views of the
+                    // problem; queries, state, lanes and buffers are sized for the tile.
+                    unsafe {
+                        let block_step = BlockStep {
+                            rows: block.of_head(kv, kv_head),
+                            q: q.wrapping_add(head * tile.q_len),
+                            state: SoftmaxState::of_head(tile, state, head),
+                            lanes: &self.scratch.lanes,
+                            head,
+                            transform: LogitsTransform::of_head(problem, kv_head),
+                            kv_dtype: problem.kv_dtype,
+                            d: problem.head_dim,
+                            dv: problem.value_dim,
+                        };
+                        K::attend(simd, block_step, &mut prefetcher, buffers);
+                    }
                 }
             }
             std::mem::swap(&mut block, &mut next);
