@@ -273,7 +273,9 @@ struct Visibility {
   int32_t window_right;
 
   __device__ __forceinline__ Visibility(const AttentionParams& params, const QoTile& tile)
-      : shift(shift_of(params, tile)),
+      : Visibility(params, tile, shift_of(params, tile)) {}
+  __device__ __forceinline__ Visibility(const AttentionParams& params, const QoTile& tile, int32_t known_shift)
+      : shift(known_shift),
         leftpad_k(tile.leftpad_k),
         len_k(tile.len_k),
         window_left(params.window_left),

@@ -34,12 +34,12 @@ __device__ __forceinline__ uint32_t columns_before(int32_t end) {
 /// predicates, seven by one instruction, where a comparison per score takes as long as its selection.
 template <int kKeyTiles>
 __device__ __forceinline__ void mask_scores(float (&scores)[kKeyTiles][4], const HopperPrefillParams& prefill,
-                                            const WorkTile& work, int32_t first_row, int32_t first_key) {
-  const Visibility visibility(prefill.attention, work.tile);
+                                            const PrefillTile& tile, int32_t first_row, int32_t first_key) {
+  const Visibility visibility(prefill.attention, tile.work.tile, tile.shift);
   const int32_t first_column = first_key + 2 * (threadIdx.x % 4);
 #pragma unroll
   for (int half = 0; half < 2; ++half) {
-    const int32_t row = work.tile.first_row + first_row + 8 * half + static_cast<int32_t>(threadIdx.x % 32 / 4);
+    const int32_t row = tile.work.tile.first_row + first_row + 8 * half + static_cast<int32_t>(threadIdx.x % 32 / 4);
     const int32_t query = row >> prefill.group_log2;
     const uint32_t visible = columns_before<kKeyTiles>(visibility.end(query) - first_column) &
                              ~columns_before<kKeyTiles>(visibility.begin(query) - first_column);
@@ -169,7 +169,7 @@ __device__ __forceinline__ void compute_tiles(const HopperPrefillParams& prefill
     const auto transformed_rows = transform.rows(tile.work, warp_row);
     const auto softmax_block = [&](bool masked) {
       transform.template apply<T>(scores, transformed_rows, block * kKeys);
-      if (masked) mask_scores(scores, prefill, tile.work, warp_row, block * kKeys);
+      if (masked) mask_scores(scores, prefill, tile, warp_row, block * kKeys);
       state.update(scores, unit);
     };
     // Clears the invisible rows of V of `block`, if it has any, after its weights have been packed.

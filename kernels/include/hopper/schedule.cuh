@@ -124,6 +124,7 @@ class TileScheduler {
     to.work.keys = keys;
     to.work.kv_head = head;
     const Visibility visibility(params_, tile);
+    to.shift = visibility.shift;
     to.visible_begin = visibility.begin(0);
     to.visible_end = visibility.end(tile.len_q - 1);
     to.first_block = keys.begin / Shape::kKeys;

@@ -24,6 +24,7 @@ enum class Storage { contiguous, paged };
 /// A work tile, which the scheduler warp leaves in shared memory for the other warps.
 struct PrefillTile {
   WorkTile work;
+  int32_t shift;          // Visibility::shift, which takes a branch and a load that each masked block would wait for
   int32_t visible_begin;  // [visible_begin, visible_end): keys that some query of the sequence attends to. Memory
   int32_t visible_end;    // outside may hold NaN.
   int32_t first_block;    // [first_block, end_block): blocks that some row of the tile attends to

@@ -39,6 +39,7 @@ __device__ __forceinline__ void schedule_work_range(const HopperSplitKvParams& p
       SplitKvTile& tile = pipeline.tile(state);
       tile.work = work;
       const Visibility visibility(attention, work.tile);
+      tile.shift = visibility.shift;
       tile.visible_begin = visibility.begin(0);
       tile.visible_end = visibility.end(work.tile.len_q - 1);
       tile.first_block = work.keys.begin / Shape::kKeys;
