@@ -24,11 +24,6 @@ inline void bulk_reduce_add_f32(void* to, uint32_t from, uint32_t bytes) {
 inline void bulk_commit_group() {}
 inline void named_barrier_arrive(int id, int threads) { emulator::barrier_arrive(id, threads); }
 inline void fence_proxy_async() {}
-inline float4 load_shared_f32x4(uint32_t address) {
-  float4 value;
-  std::memcpy(&value, ::shared + address, sizeof(value));
-  return value;
-}
 /// Yields to the other threads of the CTA, because callers poll.
 inline int32_t load_acquire(const int32_t* from) {
   const int32_t value = *from;

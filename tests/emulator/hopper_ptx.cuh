@@ -127,6 +127,15 @@ inline void stmatrix_x4(uint32_t address, const uint32_t (&matrices)[4]) {
       },
       &lane);
 }
+inline void store_shared_8(uint32_t address, uint32_t low, uint32_t high) {
+  std::memcpy(::shared + address, &low, 4);
+  std::memcpy(::shared + address + 4, &high, 4);
+}
+inline float4 load_shared_f32x4(uint32_t address) {
+  float4 x;
+  std::memcpy(&x, ::shared + address, 16);
+  return x;
+}
 inline int32_t max3_as_int(int32_t x, float y, float z) {
   return std::max(x, std::max(__float_as_int(y), __float_as_int(z)));
 }

@@ -2,11 +2,12 @@
 //! to them, against the reference on every device; and on Hopper, that these kernels were launched.
 
 use crate::support::{
-    ALIBI, AttentionCase, BF16, BatchSpec, Dtypes, F16, KvLayout, Mask, MemoryLayout, PairwiseOptions, ReferenceCase,
-    ScaleKind, Side, assert_named_matches_reference, for_both_sides, skips_slow_test,
+    ALIBI, AttentionCase, BF16, BatchSpec, Dtypes, F16, F32, KvLayout, Mask, MemoryLayout, PairwiseOptions,
+    ReferenceCase, ScaleKind, Side, assert_named_matches_reference, for_both_sides, skips_slow_test,
 };
 
-const DTYPES: [Dtypes; 4] = [Dtypes::same(BF16), Dtypes::same(F16), Dtypes::narrow(BF16), Dtypes::narrow(F16)];
+const DTYPES: [Dtypes; 5] =
+    [Dtypes::same(BF16), Dtypes::same(F16), Dtypes::narrow(BF16), Dtypes::narrow(F16), Dtypes::same(F32)];
 
 /// The pairs of D and Dv that have variants.
 const HEAD_DIMS: [(usize, usize); 6] = [(64, 64), (96, 96), (128, 128), (192, 192), (192, 128), (256, 256)];
@@ -21,7 +22,7 @@ fn head_dims_between_tiles() -> impl Iterator<Item = (usize, usize)> {
 /// A call with these head dimensions, of a mask, a dtype and heads that depend on `index`.
 fn between_tiles(index: usize, (head_dim, value_dim): (usize, usize)) -> BatchSpec {
     BatchSpec {
-        dtypes: [Dtypes::same(BF16), Dtypes::same(F16), Dtypes::wide(BF16, BF16)][index % 3],
+        dtypes: [Dtypes::same(BF16), Dtypes::same(F16), Dtypes::wide(BF16, BF16), Dtypes::same(F32)][index % 4],
         head_dim,
         value_dim: Some(value_dim),
         heads: [(8, 2), (3, 3), (12, 2), (32, 1)][index % 4],
@@ -35,6 +36,9 @@ fn between_tiles(index: usize, (head_dim, value_dim): (usize, usize)) -> BatchSp
     }
 }
 
+/// Those of the f32 kernel.
+const F32_HEAD_DIMS: [(usize, usize); 2] = [(64, 64), (128, 128)];
+
 /// Those of the fp8 kernel.
 const FP8_HEAD_DIMS: [(usize, usize); 3] = [(64, 64), (128, 128), (256, 256)];
 
@@ -42,7 +46,7 @@ const FP8_HEAD_DIMS: [(usize, usize); 3] = [(64, 64), (128, 128), (256, 256)];
 /// `PackGQA` pack per KV head and several, packs of more heads than a warp has rows; TMA boxes of one row group, of two, of a
 /// whole block, and pages that are no multiple of 8 tokens.
 const LONG: PairwiseOptions = PairwiseOptions {
-    dtypes: &[DTYPES[0], DTYPES[1], DTYPES[2], DTYPES[3], Dtypes::wide(BF16, BF16), Dtypes::wide(F16, F16)],
+    dtypes: &[DTYPES[0], DTYPES[1], DTYPES[2], DTYPES[3], DTYPES[4], Dtypes::wide(BF16, BF16), Dtypes::wide(F16, F16)],
     head_dims: &[(64, 64), (96, 96), (128, 128), (192, 192), (192, 128), (256, 256), (40, 40), (80, 80), (136, 120)],
     heads: &[(1, 1), (4, 2), (8, 1), (6, 2), (12, 1), (32, 1)],
     work: &[
@@ -77,7 +81,11 @@ fn every_pair_agrees_with_the_reference() {
 #[test]
 fn calls_without_options_agree_with_the_reference() {
     for dtypes in DTYPES {
-        let head_dims = if dtypes.q == dtypes.out { &HEAD_DIMS[..] } else { &FP8_HEAD_DIMS[..] };
+        let head_dims = match dtypes.q {
+            F32 => &F32_HEAD_DIMS[..],
+            _ if dtypes.q == dtypes.out => &HEAD_DIMS,
+            _ => &FP8_HEAD_DIMS,
+        };
         for (&(head_dim, value_dim), mask) in head_dims.iter().flat_map(|d| [(d, Mask::FULL), (d, Mask::CAUSAL)]) {
             let spec = BatchSpec {
                 dtypes,
@@ -259,8 +267,8 @@ fn many_fused_decode_sequences_agree_with_the_reference() {
 #[cfg(feature = "cuda")]
 mod on_their_own_gpu {
     use super::{
-        AttentionCase, BF16, BatchSpec, Dtypes, F16, FP8_HEAD_DIMS, HEAD_DIMS, KvLayout, Mask, MemoryLayout,
-        between_tiles, head_dims_between_tiles,
+        AttentionCase, BF16, BatchSpec, Dtypes, F16, F32, F32_HEAD_DIMS, FP8_HEAD_DIMS, HEAD_DIMS, KvLayout, Mask,
+        MemoryLayout, between_tiles, head_dims_between_tiles,
     };
     use crate::support::device::{BufferPadding, Gpu};
     use crate::support::log_capture::{assert_logged, log};
@@ -277,6 +285,7 @@ mod on_their_own_gpu {
             (Dtypes::same(F16), "f16", &HEAD_DIMS[..], transforms),
             (Dtypes::narrow(BF16), "fp8", &FP8_HEAD_DIMS[..], fp8_transforms),
             (Dtypes::narrow(F16), "fp8", &FP8_HEAD_DIMS[..], fp8_transforms),
+            (Dtypes::same(F32), "f32", &F32_HEAD_DIMS[..], transforms),
         ] {
             let dims = head_dims
                 .iter()
@@ -285,6 +294,7 @@ mod on_their_own_gpu {
                 "fp8" => {
                     vec![(64, 64, Mask::CAUSAL, "64_short".to_owned()), (128, 128, Mask::FULL, "128_short".to_owned())]
                 }
+                "f32" => vec![],
                 _ => vec![(64, 64, Mask::CAUSAL, "64_short".to_owned())],
             };
             for (head_dim, value_dim, mask, dims) in dims.chain(short) {
@@ -318,7 +328,9 @@ mod on_their_own_gpu {
                             .invocation()
                             .run_on_gpu(&gpu, BufferPadding::Redzones, 0)
                             .unwrap();
-                        assert_logged(log, &format!("hopper_prefill_{name}_{dims}_{keys}_{logits} with"));
+                        // One f32 kernel loads all layouts of keys.
+                        let keys = if name == "f32" { String::new() } else { format!("_{keys}") };
+                        assert_logged(log, &format!("hopper_prefill_{name}_{dims}{keys}_{logits} with"));
                     }
                 }
             }

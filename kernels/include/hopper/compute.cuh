@@ -3,11 +3,11 @@
 // while one warpgroup is in its softmax, the tensor cores work for the other ones.
 #pragma once
 
-#include <cmath>
 #include <cstdint>
 #include <type_traits>
 
 #include "element.cuh"
+#include "hopper/mask.cuh"
 #include "hopper/online_softmax.cuh"
 #include "hopper/pipeline.cuh"
 #include "hopper/shape.cuh"
@@ -20,35 +20,6 @@
 #include "work_tile.cuh"
 
 namespace xa::hopper {
-
-/// Bit i says whether column i of a lane's row of scores, which is column 8 (i / 2) + i % 2 after its first one, is
-/// before column `end`.
-template <int kKeyTiles>
-__device__ __forceinline__ uint32_t columns_before(int32_t end) {
-  static_assert(2 * kKeyTiles <= 32, "a bit per column");
-  const int32_t columns = clamp(end, 0, 8 * kKeyTiles), count = columns / 8 * 2 + min(columns % 8, 2);
-  return count == 32 ? ~0u : (1u << count) - 1;
-}
-
-/// Sets the scores of masked keys to -inf, in a block whose first key is `first_key`. The bits of a mask become
-/// predicates, seven by one instruction, where a comparison per score takes as long as its selection.
-template <int kKeyTiles>
-__device__ __forceinline__ void mask_scores(float (&scores)[kKeyTiles][4], const HopperPrefillParams& prefill,
-                                            const PrefillTile& tile, int32_t first_row, int32_t first_key) {
-  const Visibility visibility(prefill.attention, tile.work.tile, tile.shift);
-  const int32_t first_column = first_key + 2 * (threadIdx.x % 4);
-#pragma unroll
-  for (int half = 0; half < 2; ++half) {
-    const int32_t row = tile.work.tile.first_row + first_row + 8 * half + static_cast<int32_t>(threadIdx.x % 32 / 4);
-    const int32_t query = row >> prefill.group_log2;
-    const uint32_t visible = columns_before<kKeyTiles>(visibility.end(query) - first_column) &
-                             ~columns_before<kKeyTiles>(visibility.begin(query) - first_column);
-#pragma unroll
-    for (int i = 0; i < 2 * kKeyTiles; ++i) {
-      if ((visible & 1u << i) == 0) scores[i / 2][2 * half + i % 2] = -INFINITY;
-    }
-  }
-}
 
 /// Clears the rows of a block of V whose keys no query of the sequence attends to: memory there may hold NaN, and
 /// 0 * NaN is NaN. Each warpgroup clears all of them before it uses the block.

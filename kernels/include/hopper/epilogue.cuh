@@ -83,8 +83,10 @@ class Epilogue {
   }
   /// Stores O; `staging` is this warp's part of the staging area.
   __device__ __forceinline__ void store(const State& state, uint32_t staging) const {
-    if (!Shape::kOutputTypeAtRunTime && prefill_.attention.widens_out != 0) {
-      store_widened(state);
+    if constexpr (!Element<T>::kIs16Bit) {
+      store_f32(state);
+    } else if (!Shape::kOutputTypeAtRunTime && prefill_.attention.widens_out != 0) {
+      store_f32(state);
     } else if (by_tma_) {
       store_by_tma(state, staging);
     } else {
@@ -132,7 +134,7 @@ class Epilogue {
   }
 
   /// Stores the rows as f32. Each quad of lanes stores 32 bytes.
-  __device__ __forceinline__ void store_widened(const State& state) const {
+  __device__ __forceinline__ void store_f32(const State& state) const {
     const auto to = writer();
 #pragma unroll
     for (int half = 0; half < 2; ++half) {

@@ -7,6 +7,7 @@
 //   K [kStages]      TMA or cp.async of the K warp   compute warps
 //   V [kStages]      TMA or cp.async of the V warp   compute warps
 //   V in fp8         TMA, then the transpose warps   compute warps
+//   f32 K or V       cp.async of the load warps      compute warps, which split them (f32_compute.cuh)
 #pragma once
 
 #include <cstdint>
@@ -84,13 +85,12 @@ class Pipeline {
     };
     init(kQueryFull, 1, 1);
     init(kQueryEmpty, 1, Shape::kComputeWarps);
-    init(kKeysFull, kStages, 1);
+    init(kKeysFull, kStages, Shape::kKeyLoadWarps);
     init(kKeysEmpty, kStages, Shape::kComputeWarps);
     init(kValuesFull, kStages, kHasTranspose ? Shape::kTransposeWarps : 1);
     init(kValuesEmpty, kStages, Shape::kComputeWarps);
     init(kTileFull, 2, 1);
-    // The compute warps, the K warp and the V warp, which in fp8 is one of the transpose warps.
-    init(kTileEmpty, 2, Shape::kComputeWarps + 2 + (kHasTranspose ? Shape::kTransposeWarps - 1 : 0));
+    init(kTileEmpty, 2, Shape::kComputeWarps + Shape::kLoadWarps);
     init(kStartsChecked, 1, 1);
     init(kFirstKeysLoaded, 1, 1);
     if constexpr (kHasTranspose) {
@@ -145,6 +145,10 @@ class Pipeline {
       return values(stage);
     }
   }
+  /// The parts of Q, K and V of f32 (f32_shape.cuh).
+  __device__ __forceinline__ uint32_t query_parts() const { return address_ + Shape::kQueryOffset; }
+  __device__ __forceinline__ uint32_t key_parts() const { return address_ + Shape::kKeyPartsOffset; }
+  __device__ __forceinline__ uint32_t value_parts() const { return address_ + Shape::kValuePartsOffset; }
   /// Staging of a warp's 16 rows of O, in atom columns.
   __device__ __forceinline__ uint32_t output_staging(int32_t warp) const {
     return address_ + Shape::kOutputOffset + warp * Shape::kOutputWarpBytes;

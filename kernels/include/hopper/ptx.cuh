@@ -91,6 +91,17 @@ __device__ __forceinline__ void stmatrix_x4(uint32_t address, const uint32_t (&m
                "r"(matrices[1]), "r"(matrices[2]), "r"(matrices[3])
                : "memory");
 }
+__device__ __forceinline__ void store_shared_8(uint32_t address, uint32_t low, uint32_t high) {
+  asm volatile("st.shared.v2.u32 [%0], {%1, %2};" ::"r"(address), "r"(low), "r"(high) : "memory");
+}
+__device__ __forceinline__ float4 load_shared_f32x4(uint32_t address) {
+  float4 x;
+  asm volatile("ld.shared.v4.f32 {%0, %1, %2, %3}, [%4];"
+               : "=f"(x.x), "=f"(x.y), "=f"(x.z), "=f"(x.w)
+               : "r"(address)
+               : "memory");
+  return x;
+}
 /// Copies 4 bytes as part of the group that `cp_async_commit` closes (../ptx.cuh).
 __device__ __forceinline__ void cp_async_4(uint32_t destination, const void* source) {
   asm volatile("cp.async.ca.shared.global [%0], [%1], 4;" ::"r"(destination), "l"(source) : "memory");

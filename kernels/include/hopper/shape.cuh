@@ -70,6 +70,8 @@ struct PrefillShape : Config {
   using ValueBlock = Block<kValueDim>;
   using LoadedValueBlock = ValueBlock;
 
+  /// The K warp and the V warp.
+  static constexpr int kLoadWarps = 2, kKeyLoadWarps = 1;
   /// wgmma takes 16-bit V as it is loaded.
   static constexpr int kTransposeWarps = 0;
   static constexpr bool kOutputTypeAtRunTime = false;

@@ -68,15 +68,6 @@ __device__ __forceinline__ float2 load_shared_f32x2(uint32_t address) {
   return value;
 }
 
-__device__ __forceinline__ float4 load_shared_f32x4(uint32_t address) {
-  float4 value;
-  asm volatile("ld.shared.v4.f32 {%0, %1, %2, %3}, [%4];"
-               : "=f"(value.x), "=f"(value.y), "=f"(value.z), "=f"(value.w)
-               : "r"(address)
-               : "memory");
-  return value;
-}
-
 /// The two f16 values packed in a register.
 __device__ __forceinline__ float2 unpack_f16(uint32_t pair) {
   float2 value;

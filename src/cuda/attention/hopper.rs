@@ -23,6 +23,7 @@ use std::ptr::null_mut;
 
 const KERNEL: &str = "hopper_prefill";
 const FP8_KERNEL: &str = "hopper_prefill_fp8";
+const F32_KERNEL: &str = "hopper_prefill_f32";
 
 /// 16-bit elements of a 16-byte chunk, which a lane copies at a time.
 const CHUNK: i64 = 8;
@@ -75,10 +76,10 @@ impl HopperPrefill {
         let prefill = Self { tile, pack_gqa, packs_per_kv_head: group / pack_gqa };
         // A per-head v_scale with several packs per KV head is left to the portable kernels.
         let scales_values_by_head = problem.v_scale.is_some_and(|scale| scale.per_head);
-        let fits = device.has_tensor_maps
-            && (group == pack_gqa || !scales_values_by_head)
-            && supports_tma(problem.q.dtype, problem.q.data, &prefill.query_axes(problem))
-            && (prefill.loads_kv_by_tma(problem) || (!prefill.is_fp8() && loads_kv_by_cp_async(problem)));
+        let loads = prefill.is_f32()
+            || supports_tma(problem.q.dtype, problem.q.data, &prefill.query_axes(problem))
+                && (prefill.loads_kv_by_tma(problem) || (!prefill.is_fp8() && loads_kv_by_cp_async(problem)));
+        let fits = device.has_tensor_maps && (group == pack_gqa || !scales_values_by_head) && loads;
         fits.then_some(prefill)
     }
 
@@ -98,7 +99,11 @@ impl HopperPrefill {
     fn launch<'c>(&self, call: &Call<'c>, tiles: i64, attention: &AttentionParams) -> Result<Launch<'c>> {
         let Call { problem, device, .. } = call;
         let next_tile = self.next_tile(problem, tiles, device);
-        let kernel = if self.is_fp8() { FP8_KERNEL } else { KERNEL };
+        let kernel = match self.tile.bytes {
+            1 => FP8_KERNEL,
+            4 => F32_KERNEL,
+            _ => KERNEL,
+        };
         let parameter =
             Parameter::Prefill(PrefillParameter { prefill: *self, problem, attention: *attention, next_tile });
         let launch = Launch::new(kernel, self.variant(kernel, problem)?, self.shape(problem, tiles, device), parameter);
@@ -112,14 +117,20 @@ impl HopperPrefill {
             KeyStorage::Paged(_) => "paged",
         };
         let HopperPrefillTile { head_dim, logits, .. } = self.tile;
-        if self.is_fp8() {
-            return variants::find(kernel, &[head_dim, storage, logits]);
+        match self.tile.bytes {
+            1 => variants::find(kernel, &[head_dim, storage, logits]),
+            4 => variants::find(kernel, &[head_dim, logits]),
+            _ => variants::find(kernel, &[variants::dtype_value(problem.q.dtype), head_dim, storage, logits]),
         }
-        variants::find(kernel, &[variants::dtype_value(problem.q.dtype), head_dim, storage, logits])
     }
 
     fn is_fp8(&self) -> bool {
         self.tile.bytes == 1
+    }
+
+    /// Whether the kernel loads q, K and V by ordinary loads, in any layout.
+    fn is_f32(&self) -> bool {
+        self.tile.bytes == 4
     }
 
     /// As many CTAs as run at the same time, fewer if there are fewer tiles; `tiles` is the number per KV head.
@@ -233,6 +244,9 @@ impl HopperPrefill {
     /// Whether TMA can load K and V: pages are a multiple of [`ATOM_ROWS`] tokens, and heads start at multiples of an atom
     /// row unless columns are clipped. Otherwise the kernel copies rows with `cp.async`.
     pub(super) fn loads_kv_by_tma(&self, problem: &Attention) -> bool {
+        if self.is_f32() {
+            return false;
+        }
         let (atom_row, keys) = (self.tile.kv_atom_row(), self.keys_per_box(problem));
         [(&problem.k, problem.head_dim), (&problem.v, problem.value_dim)].into_iter().all(|(view, dim)| {
             let is_regular = match problem.keys.storage {
@@ -263,6 +277,9 @@ pub(super) struct PrefillParameter<'c> {
 impl PrefillParameter<'_> {
     pub(super) fn params(&self) -> Result<HopperPrefillParams> {
         let Self { prefill, problem, attention, .. } = self;
+        if prefill.is_f32() {
+            return self.params_with(TensorMap::NONE, None);
+        }
         let rows =
             |tensor: &Tensor, axes: &[Axis]| TensorMap::new(tensor.dtype, tensor.data, axes, L2Promotion::Bytes256);
         // f32 O of 16-bit queries, and O with more heads per pack_gqa than rows per warp, is stored row by row.

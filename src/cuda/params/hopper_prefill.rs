@@ -11,7 +11,7 @@ pub struct PageDivisor {
     pub shift: i32,
 }
 
-/// The parameter of `hopper_prefill` and `hopper_prefill_fp8`.
+/// The parameter of `hopper_prefill`, `hopper_prefill_fp8` and `hopper_prefill_f32`, which uses no tensor maps.
 ///
 /// Query heads are packed as in the portable kernels (`PackGQA`), but by a power of two, `attention.group`: a KV head
 /// whose number of query heads is not a power of two has several packs. `attention.num_kv_heads` is the number of packs.
@@ -51,7 +51,7 @@ pub struct HopperPrefillParams {
     pub stores_by_tma: i32,
     /// Whether boxes are of one atom column each, clipped at D and Dv.
     pub clips_columns: i32,
-    /// For rows that are copied by `cp.async`.
+    /// For rows that are loaded one by one.
     pub page_divisor: PageDivisor,
 }
 

@@ -91,6 +91,8 @@ impl HopperPrefillTile {
             2
         } else if dtype == DType::F8E4M3FN && [DType::F16, DType::BF16].contains(&out) {
             1
+        } else if dtype == DType::F32 {
+            4
         } else {
             return false;
         };
