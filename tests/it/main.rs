@@ -18,6 +18,7 @@ mod cuda_boundary;
 mod cuda_graphs;
 mod declaration;
 mod documentation;
+mod f32_accuracy;
 mod flash_attn_varlen;
 mod flash_attn_varlen_bwd;
 mod fp8_accuracy;

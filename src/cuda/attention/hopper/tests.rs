@@ -93,6 +93,26 @@ fn very_short_sequences_take_tiny_tiles() {
 }
 
 #[test]
+fn f32_takes_its_kernel_in_every_layout_up_to_128_columns() {
+    let of_f32 = |plain: Attention<'static>, head_dim: usize| {
+        let rows = Tensor::dense(DType::F32, null_mut(), &[1000, 12, 128]);
+        Attention { q: rows, out: rows, kv_dtype: DType::F32, head_dim, value_dim: head_dim, ..plain }
+    };
+    assert_eq!(first_kernel(&of_f32(ragged(), 128)), "hopper_prefill_f32_128_none");
+    for page_size in [1, 12, 16] {
+        assert_eq!(first_kernel(&of_f32(paged(page_size), 72)), "hopper_prefill_f32_128_none");
+    }
+    let mut capped = of_f32(paged(16), 40);
+    capped.score.softcap = 30.0;
+    assert_eq!(first_kernel(&capped), "hopper_prefill_f32_64_softcap_alibi");
+    // Rows at multiples of 16 bytes, which TMA could not take.
+    let strided = of_f32(ragged(), 64);
+    let view = KvView { token_stride: 260, head_stride: 132, ..strided.k };
+    assert_eq!(first_kernel(&Attention { k: view, ..strided }), "hopper_prefill_f32_64_none");
+    assert_eq!(first_kernel(&of_f32(ragged(), 136)), "attention_f32_256_prefill_none");
+}
+
+#[test]
 fn e4m3fn_q_k_and_v_take_the_fp8_kernel() {
     let codes = |plain: Attention<'static>| {
         let q = Tensor::dense(DType::F8E4M3FN, null_mut(), &[1000, 12, 128]);
