@@ -1,5 +1,5 @@
-//! Checks of the SASS of the sm_90a kernels, which nvdisasm disassembles: they use wgmma and TMA, and nothing that makes
-//! them slow without making them wrong.
+//! Checks of the SASS of the sm_90a kernels, which nvdisasm disassembles: they use wgmma and asynchronous copies, and nothing
+//! that makes them slow without making them wrong.
 
 use super::variants::VARIANTS;
 use std::path::{Path, PathBuf};
@@ -13,6 +13,8 @@ struct SassCounts {
     wgmmas: usize,
     /// TMA loads of tensors: `UTMALDG`.
     tma_loads: usize,
+    /// cp.async: `LDGSTS`.
+    cp_asyncs: usize,
     /// Local loads and stores. ptxas reports spilled registers, but not arrays that are indexed at run time.
     local: usize,
     /// `R2UR` between two wgmma of a group, which should be issued back to back.
@@ -31,6 +33,7 @@ impl SassCounts {
                     in_chain = !line.contains("gsb0");
                 }
                 "UTMALDG" => counts.tma_loads += 1,
+                "LDGSTS" => counts.cp_asyncs += 1,
                 "LDL" | "STL" => counts.local += 1,
                 "R2UR" if in_chain => counts.r2urs += 1,
                 _ => {}
@@ -39,11 +42,14 @@ impl SassCounts {
         counts
     }
 
-    fn problems(&self) -> Vec<String> {
-        let Self { wgmmas, tma_loads, local, r2urs } = *self;
+    /// `kernel` is the name of a variant. f32 is loaded by cp.async.
+    fn problems(&self, kernel: &str) -> Vec<String> {
+        let Self { wgmmas, tma_loads, cp_asyncs, local, r2urs } = *self;
+        let is_f32 = kernel.starts_with("hopper_prefill_f32");
         let checks = [
             (wgmmas == 0, "no wgmma".into()),
-            (tma_loads == 0, "no TMA load".into()),
+            (!is_f32 && tma_loads == 0, "no TMA load".into()),
+            (is_f32 && cp_asyncs == 0, "no cp.async".into()),
             (local > 0, format!("{local} accesses to local memory")),
             // A descriptor is two registers; a quarter of those registers may come from non-uniform ones.
             (2 * r2urs > wgmmas, format!("{r2urs} R2UR between {wgmmas} wgmma")),
@@ -96,7 +102,8 @@ fn sm_90a_kernels_use_wgmma_and_tma_without_slow_instructions() {
     for variant in tuned {
         for (arch, image) in variant.cubins {
             let bytes: Vec<u8> = image.unpack().unwrap().iter().flat_map(|word| word.to_le_bytes()).collect();
-            let problems = SassCounts::of(&disassembled(&nvdisasm, variant.name, &bytes[..image.len])).problems();
+            let problems =
+                SassCounts::of(&disassembled(&nvdisasm, variant.name, &bytes[..image.len])).problems(variant.name);
             assert!(problems.is_empty(), "{} sm_{arch}: {}", variant.name, problems.join(", "));
             checked += 1;
         }
@@ -110,7 +117,7 @@ fn each_slow_instruction_is_found() {
     let last = "        /*0020*/                   HGMMA.64x128x16.F32.BF16 R24, gdesc[UR4], R24, gsb0 ;\n";
     let load = "        /*0030*/              @!P1 UTMALDG.3D [UR8], [UR4] ;\n";
     let moved = "        /*0040*/               @P0 R2UR UR4, R2 ;\n";
-    let problems = |sass: &[&str]| SassCounts::of(&sass.concat()).problems();
+    let problems = |sass: &[&str]| SassCounts::of(&sass.concat()).problems("hopper_prefill_bf16");
     assert!(problems(&[moved, wgmma, last, moved, moved, load]).is_empty());
     assert_eq!(problems(&[wgmma, moved, moved, last, load]), ["2 R2UR between 2 wgmma"]);
     let fp8_wgmma =
@@ -118,6 +125,10 @@ fn each_slow_instruction_is_found() {
     assert!(problems(&[fp8_wgmma, load]).is_empty());
     assert_eq!(problems(&[wgmma, last]), ["no TMA load"]);
     assert_eq!(problems(&[load]), ["no wgmma"]);
+    let copy = "        /*0070*/              @!P2 LDGSTS.E.BYPASS.128 [R43], desc[UR60][R4.64], P0 ;\n";
+    let f32_problems = |sass: &[&str]| SassCounts::of(&sass.concat()).problems("hopper_prefill_f32_64_none");
+    assert!(f32_problems(&[wgmma, last, copy]).is_empty());
+    assert_eq!(f32_problems(&[wgmma, last]), ["no cp.async"]);
     let spill = "        /*0050*/                   STL.64 [R1+0x8], R2 ;\n";
     assert_eq!(problems(&[wgmma, last, load, spill]), ["1 accesses to local memory"]);
 }
