@@ -98,7 +98,8 @@ class F32Loader {
       if constexpr (kStorage == Storage::contiguous) {
         from += (is_visible ? key : 0) * rows.token_stride;
       } else if (is_visible) {  // Pages of other keys may not exist.
-        const int32_t index = __umulhi(2 * key, params_.page_divisor.reciprocal) >> params_.page_divisor.shift;
+        const int32_t index =
+            __umulhi(2 * static_cast<uint32_t>(key), params_.page_divisor.reciprocal) >> params_.page_divisor.shift;
         const int64_t page = clamp(__ldg(rows.table + index), 0, params_.attention.num_pages - 1);
         from += page * rows.page_stride + (key - index * params_.attention.page_size) * rows.token_stride;
       }

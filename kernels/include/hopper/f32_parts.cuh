@@ -23,7 +23,8 @@ struct PartProduct {
   }
 };
 
-/// The parts of two adjacent elements, as pairs of bf16. Infinity has NaN among its parts.
+/// The parts of two adjacent elements, as pairs of bf16. Infinity, and what bf16 rounds to it (above 3.396e38), has NaN
+/// among its parts.
 __device__ __forceinline__ void split(float x, float y, uint32_t (&parts)[kParts]) {
 #pragma unroll
   for (int part = 0; part < kParts; ++part) {
