@@ -3,7 +3,7 @@
 
 use crate::attention::{Operator, tests_of};
 use crate::support::{
-    ATTENTION_DTYPES, Array, BatchSpec, F32, GradientCase, GradientOptions, Mask, MemoryLayout, PairwiseOptions,
+    ATTENTION_DTYPES, Array, BF16, BatchSpec, F32, GradientCase, GradientOptions, Mask, MemoryLayout, PairwiseOptions,
     ReferenceCase, Side, assert_named_matches_reference,
 };
 use xla_attention::ops::workspace::AttentionSizes;
@@ -61,6 +61,27 @@ fn lengths_around_every_size_of_a_block_agree_with_the_reference() {
                 GradientOptions::ALL,
             ));
         }
+    }
+}
+
+/// An accumulator of bf16 would lose up to 2^-9 of itself with each micro-panel of rows or block of keys. The cotangents
+/// are so large that the absolute part of the bound does not hide this, and each call has one sequence, as the largest
+/// gradient of a call widens its bound. V is K, so that the terms of dQ agree in sign and their own roundings do not
+/// outweigh those of the sum; small scores round little, too.
+#[test]
+fn sums_over_many_rows_and_keys_agree_with_the_reference() {
+    for (lengths, dtype) in [((6001, 16), None), ((33, 9001), None), ((6001, 16), Some(F32)), ((33, 9001), Some(F32))] {
+        let spec = BatchSpec { dtypes: BF16.into(), heads: (1, 1), head_dim: 32, ..BatchSpec::default() };
+        let spec = BatchSpec { lengths: vec![lengths], mask: Mask::FULL, ..spec };
+        let options = GradientOptions { dtype, ..GradientOptions::MINIMAL };
+        let mut batch = spec.batch();
+        let sequence = &mut batch.sequences[0];
+        sequence.q.iter_mut().for_each(|x| *x *= 0.125);
+        sequence.v.clone_from(&sequence.k);
+        let mut case = GradientCase::store(&batch, &MemoryLayout::contiguous(), options);
+        let dout: Vec<f64> = case.dout.values().iter().map(|x| 16384.0 * x).collect();
+        case.dout = Array::new(case.dout.dtype, &case.dout.dims, &dout);
+        assert_named_matches_reference(&format!("{lengths:?}, gradients {dtype:?}"), &mut case);
     }
 }
 

@@ -10,8 +10,13 @@ use std::process::Command;
 const SETS: [&str; 4] = ["portable", "avx2", "avx512", "portable_pairs"];
 
 /// Filters for the tests to run: pairs of options and dtypes, head dimensions, thread pools, long sequences.
-const TESTS: [&str; 4] =
-    ["every_pair_of_options_agrees", "every_head_dimension_agrees", "gives_the_same_bits", "long_sequences_agree"];
+const TESTS: [&str; 5] = [
+    "every_pair_of_options_agrees",
+    "every_head_dimension_agrees",
+    "gives_the_same_bits",
+    "long_sequences_agree",
+    "sums_over_many_rows_and_keys_agree",
+];
 
 #[test]
 fn every_instruction_set_agrees_with_the_reference() {

@@ -7,7 +7,7 @@ use crate::tensor::DType;
 use std::marker::PhantomData;
 
 /// Loads vectors from rows of one element type. E is [`Simd::ELEMENTS_PER_LANE`], for which the loader is made.
-pub(super) trait KvLoader<S: Simd>: Copy {
+pub(in crate::cpu) trait KvLoader<S: Simd>: Copy {
     /// Bytes of an element.
     const BYTES: usize;
     /// A loader for rows of `dtype`, which must be a type of this loader.
@@ -52,7 +52,7 @@ pub(super) trait KvLoader<S: Simd>: Copy {
 }
 
 /// f32, f16 or bf16 as f32, one per lane.
-pub(super) struct AsF32<T>(PhantomData<T>);
+pub(in crate::cpu) struct AsF32<T>(PhantomData<T>);
 
 impl<T> Clone for AsF32<T> {
     fn clone(&self) -> Self {
@@ -111,7 +111,7 @@ impl<S: Simd> KvLoader<S> for Fp8AsF32 {
 
 /// bf16, two per lane.
 #[derive(Clone, Copy)]
-pub(super) struct Bf16Pairs;
+pub(in crate::cpu) struct Bf16Pairs;
 
 impl<S: Simd> KvLoader<S> for Bf16Pairs {
     const BYTES: usize = 2;

@@ -23,9 +23,9 @@ mod block_step;
 mod epilogue;
 mod gemm;
 mod gemv;
-mod kv_loader;
+pub(super) mod kv_loader;
 mod lanes;
-mod packing;
+pub(super) mod packing;
 mod plan;
 mod prefetcher;
 pub(super) mod score;
@@ -102,6 +102,8 @@ unsafe fn run_with(isa: Isa, problem: &Attention, pool: &dyn Pool) -> Result {
 /// below D * 2^-126 * max|k| in a score and below `len_k` * 2^-126 in o, both far below the 1e-5 that
 /// `docs/semantics.md#error-bounds` allows. Rounding p to bf16 is an error of 2^-9 p in each term of o, as in a
 /// computation in bf16 throughout; l, and so the lse, is the sum of p before the rounding.
-fn multiplies_bf16(q: DType, out: DType) -> bool {
+///
+/// The same holds of gradients, with their dtype as `out`, of dout, and of dS, which is rounded as p is.
+pub(super) fn multiplies_bf16(q: DType, out: DType) -> bool {
     [DType::BF16, DType::F8E4M3FN].contains(&q) && out == DType::BF16
 }

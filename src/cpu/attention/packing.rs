@@ -49,8 +49,8 @@ impl SimdKernel for PackBlock<'_> {
     }
 }
 
-/// The V row that is paired with the last key: 256 zeros of any element type.
-static ZEROS: [u64; 128] = [0; 128];
+/// The row that is paired with the last one of an odd number: 256 zeros of any element type.
+pub(in crate::cpu) static ZEROS: [u64; 128] = [0; 128];
 
 impl PackBlock<'_> {
     /// # Safety
@@ -64,25 +64,34 @@ impl PackBlock<'_> {
         for j in 0..len {
             // SAFETY: K row j of the block is readable, and the buffer has D / E lanes for each of BLOCK keys, and V
             // after them.
-            unsafe { pack_k_row(simd, loader, rows.k(j), k.add(j * d / S::ELEMENTS_PER_LANE), d) };
+            unsafe { pack_row(simd, loader, rows.k(j), k.add(j * d / S::ELEMENTS_PER_LANE), d) };
         }
         for j in (0..len).step_by(S::ELEMENTS_PER_LANE) {
             // The p of the missing partner of an odd last key is 0, and so has V to be: 0 * NaN would be NaN.
             let second = if j + 1 < len { rows.v(j + 1) } else { ZEROS.as_ptr().cast() };
             // SAFETY: V row j of the block is readable, and so are V row j + 1 and ZEROS. The buffer has Dv padded to
             // whole vectors for each of BLOCK keys.
-            unsafe { pack_v_rows(simd, loader, (rows.v(j), second), v.add(j * S::MR / S::ELEMENTS_PER_LANE), dv) };
+            unsafe {
+                let to = v.add(j * S::MR / S::ELEMENTS_PER_LANE);
+                pack_interleaved(simd, loader, (rows.v(j), second), (to, BLOCK / S::ELEMENTS_PER_LANE * S::MR), dv);
+            }
         }
     }
 }
 
-/// A K row of `d` elements. The last vector may go beyond the row with zeros; the next row, or V, overwrites them
-/// later.
+/// A row of `d` elements, E per lane. The last vector may go beyond the row with zeros; in a packed block the next row,
+/// or V, overwrites them later.
 ///
 /// # Safety
 /// The row is readable, and `to` has room for the row rounded up to whole vectors.
 #[inline(always)]
-unsafe fn pack_k_row<S: Simd, L: KvLoader<S>>(simd: S, loader: L, row: *const u8, to: *mut f32, d: usize) {
+pub(in crate::cpu) unsafe fn pack_row<S: Simd, L: KvLoader<S>>(
+    simd: S,
+    loader: L,
+    row: *const u8,
+    to: *mut f32,
+    d: usize,
+) {
     let vector = S::LANES * S::ELEMENTS_PER_LANE;
     let whole = d / vector * vector;
     // SAFETY: elements i to i + vector of the row, then the d - whole elements that are left, which go to the lanes of
@@ -98,31 +107,31 @@ unsafe fn pack_k_row<S: Simd, L: KvLoader<S>>(simd: S, loader: L, row: *const u8
     }
 }
 
-/// E rows of V, interleaved, `dv` columns of them; `to` is where they begin in the first micro-panel.
+/// E rows of `d` columns, interleaved: a lane holds a column. Micro-panels of MR columns begin `panel_stride` lanes
+/// apart, the first one at `to`; if they are MR lanes apart, the columns are one row.
 ///
 /// # Safety
-/// The rows are readable, and from `to` on the buffer has room for the micro-panels of `dv` columns rounded up to whole
+/// The rows are readable, and from `to` on there is room for the micro-panels of `d` columns rounded up to whole
 /// vectors.
 #[inline(always)]
-unsafe fn pack_v_rows<S: Simd, L: KvLoader<S>>(
+pub(in crate::cpu) unsafe fn pack_interleaved<S: Simd, L: KvLoader<S>>(
     simd: S,
     loader: L,
     rows: (*const u8, *const u8),
-    to: *mut f32,
-    dv: usize,
+    (to, panel_stride): (*mut f32, usize),
+    d: usize,
 ) {
-    let whole = dv / S::LANES * S::LANES;
-    let panel_stride = BLOCK / S::ELEMENTS_PER_LANE * S::MR;
-    // SAFETY: columns i to i + LANES of both rows, then the dv - whole columns that are left; column i belongs to
+    let whole = d / S::LANES * S::LANES;
+    // SAFETY: columns i to i + LANES of both rows, then the d - whole columns that are left; column i belongs to
     // micro-panel i / MR.
     unsafe {
         for i in (0..whole).step_by(S::LANES) {
             let x = loader.load_interleaved(simd, (rows.0.add(i * L::BYTES), rows.1.add(i * L::BYTES)), S::LANES);
             simd.store_groups(to.add(i / S::MR * panel_stride), panel_stride, x);
         }
-        if whole < dv {
+        if whole < d {
             let at = whole * L::BYTES;
-            let x = loader.load_interleaved(simd, (rows.0.add(at), rows.1.add(at)), dv - whole);
+            let x = loader.load_interleaved(simd, (rows.0.add(at), rows.1.add(at)), d - whole);
             simd.store_groups(to.add(whole / S::MR * panel_stride), panel_stride, x);
         }
     }

@@ -1,41 +1,49 @@
-//! A block of keys: K and V as f32, and the accumulators of dK and dV.
+//! A block of keys: packed K and V, and the accumulators of dK and dV.
 
+use super::packing::{PackRows, row_stride};
 use super::plan::{BwdPlan, BwdTile, KEYS};
-use super::query_panel::row_stride;
-use crate::cpu::element_rows::{narrow_row, widen_row};
+use crate::cpu::element_rows::narrow_row;
 use crate::cpu::simd::Simd;
 use crate::problem::KvView;
 use crate::problem::flash_attn_varlen_bwd::FlashAttnVarlenBwd;
 use crate::tensor::Tensor;
 use std::ops::Range;
 
-/// Four arrays of [`KEYS`] rows, which are [`row_stride`] elements apart.
+/// Arrays for [`KEYS`] keys. E is [`Simd::ELEMENTS_PER_LANE`].
 #[derive(Clone, Copy)]
 pub(super) struct KvBlock {
+    /// Rows of K, of D / E lanes, [`row_stride`] apart.
     pub(super) k: *mut f32,
+    /// E rows of K, interleaved, of D lanes, [`row_stride`] apart; `k` where E is 1.
+    pub(super) k_interleaved: *mut f32,
+    /// Rows of V, as those of K.
     pub(super) v: *mut f32,
+    /// f32, rows of D, [`row_stride`] apart.
     pub(super) dk: *mut f32,
+    /// f32, rows of Dv, [`row_stride`] apart.
     pub(super) dv: *mut f32,
 }
 
 impl KvBlock {
-    /// Elements of a block.
+    /// f32 of a block.
     pub(super) fn len(d: usize, dv: usize) -> usize {
-        2 * KEYS * (row_stride(d) + row_stride(dv))
+        KEYS * (3 * row_stride(d) + 2 * row_stride(dv))
     }
 
-    /// A block in memory of [`KvBlock::len`] elements.
-    pub(super) fn new(memory: *mut f32, d: usize, dv: usize) -> Self {
-        let v = memory.wrapping_add(KEYS * row_stride(d));
+    /// A block in memory of [`KvBlock::len`] f32. Packed rows have no more lanes than f32.
+    pub(super) fn new<S: Simd>(memory: *mut f32, d: usize, dv: usize) -> Self {
+        let second = memory.wrapping_add(KEYS * row_stride(d));
+        let v = second.wrapping_add(KEYS * row_stride(d));
         let dk = v.wrapping_add(KEYS * row_stride(dv));
-        Self { k: memory, v, dk, dv: dk.wrapping_add(KEYS * row_stride(d)) }
+        let k_interleaved = if S::ELEMENTS_PER_LANE == 1 { memory } else { second };
+        Self { k: memory, k_interleaved, v, dk, dv: dk.wrapping_add(KEYS * row_stride(d)) }
     }
 
     /// Load the keys at positions `keys` of the tile's sequence, and set their gradients to 0.
     ///
     /// # Safety
     /// The problem's views are valid host memory; plan and tile are the problem's; `keys` are at most [`KEYS`] of the
-    /// tile's; nothing else accesses the block's memory.
+    /// tile's; nothing else accesses the block's memory. If E is 2, K and V are bf16.
     #[inline(always)]
     pub(super) unsafe fn load<S: Simd>(
         self,
@@ -46,13 +54,19 @@ impl KvBlock {
     ) {
         let forward = &problem.forward;
         let first = plan.sequences[tile.sequence].keys.first_row();
-        for (view, to, d) in [(&forward.k, self.k, forward.head_dim), (&forward.v, self.v, forward.value_dim)] {
-            for (j, key) in keys.clone().enumerate() {
-                let from = row_of(view, forward.kv_dtype.size(), first + key, tile.kv_head);
-                // SAFETY: the key is one of the sequence, so `from` is a row of the view; j < KEYS rows fit into the
-                // block.
-                unsafe { widen_row(simd, forward.kv_dtype, from, to.add(j * row_stride(d)), d) };
+        let interleaved = (S::ELEMENTS_PER_LANE > 1 && tile.gradients.dq()).then_some(self.k_interleaved);
+        let (k, v) = (&forward.k, &forward.v);
+        for (view, rows, interleaved, d) in
+            [(k, self.k, interleaved, forward.head_dim), (v, self.v, None, forward.value_dim)]
+        {
+            let mut from = [std::ptr::null(); KEYS];
+            let from = &mut from[..keys.len()];
+            for (from, key) in from.iter_mut().zip(keys.clone()) {
+                *from = row_of(view, forward.kv_dtype.size(), first + key, tile.kv_head);
             }
+            // SAFETY: the keys are some of the sequence, so `from` are rows of the view; the arrays have room for KEYS
+            // rows.
+            unsafe { simd.vectorize(PackRows { dtype: forward.kv_dtype, from, d, rows: Some(rows), interleaved }) };
         }
         // SAFETY: dk and dv of the block have KEYS rows each.
         unsafe {

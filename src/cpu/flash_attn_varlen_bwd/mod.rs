@@ -5,7 +5,7 @@
 //!   to.
 //! - `task` steps through a tile's keys block by block (`kv_block`), and for each block through the tile's rows, a
 //!   micro-panel (`query_panel`) at a time. Two products give the scores and dP = dout . V; `softmax_bwd` turns them
-//!   into P and dS; three more products add to dQ, dK and dV.
+//!   into P and dS; three more products add to dQ, dK and dV. `packing` lays out the operands, as f32 or as bf16 pairs.
 //!
 //! A tile that is too large for one thread is cut twice, by queries for dQ and by keys for dK and dV, and its scores
 //! are computed twice.
@@ -14,6 +14,7 @@
 //! number of threads. Another instruction set may give other bits.
 
 mod kv_block;
+mod packing;
 mod plan;
 mod preprocess;
 mod query_panel;
@@ -21,7 +22,7 @@ mod softmax_bwd;
 mod task;
 
 use super::aligned::{AlignedBuffer, SharedBuffer, try_parallel_for};
-use super::attention::MIN_PARALLEL_WORK;
+use super::attention::{MIN_PARALLEL_WORK, multiplies_bf16};
 use super::simd::Isa;
 use crate::error::Result;
 use crate::log;
@@ -39,14 +40,18 @@ use task::{BwdScratch, RunBwdTask};
 /// # Safety
 /// The problem's views are valid host memory, the results writable and not otherwise accessed.
 pub(crate) unsafe fn run(problem: &FlashAttnVarlenBwd, pool: &dyn Pool) -> Result {
-    // SAFETY: the caller guarantees valid views and exclusive results; without bf16 pairs a lane holds one f32.
-    unsafe { run_with(Isa::best().without_bf16_pairs(), problem, pool) }
+    let isa = Isa::best();
+    // As attention does: f32 results are for sums, and P and dS rounded to bf16 would be their largest error.
+    let isa = if multiplies_bf16(problem.forward.q.dtype, problem.dq.dtype) { isa } else { isa.without_bf16_pairs() };
+    // SAFETY: the caller guarantees valid views and exclusive results; pairs are multiplied only if q is bf16, which
+    // K, V and dout then are too.
+    unsafe { run_with(isa, problem, pool) }
 }
 
 /// [`run`] with the instruction set chosen.
 ///
 /// # Safety
-/// As [`run`]; the instruction set has one f32 per lane.
+/// As [`run`]; if the instruction set multiplies bf16 pairs, q, K, V and dout are bf16.
 unsafe fn run_with(isa: Isa, problem: &FlashAttnVarlenBwd, pool: &dyn Pool) -> Result {
     let forward = &problem.forward;
     let (threads, dtype) = (pool.num_threads().max(1), forward.q.dtype);

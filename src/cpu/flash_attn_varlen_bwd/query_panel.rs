@@ -1,23 +1,16 @@
-//! A micro-panel (BLIS's word) of query rows: q and dout packed for the micro-kernels, once as rows and once
+//! A micro-panel (BLIS's word) of query rows: q and dout packed for the micro-kernels, once as rows (`packing`) and once
 //! transposed, with a lane per row.
 
+use super::packing::{PackRows, row_stride};
 use super::plan::{BwdPlan, BwdTile, KEYS};
 use super::preprocess::{lse_of, row_of};
 use crate::cpu::attention::sequences::Window;
-use crate::cpu::element_rows::widen_row;
 use crate::cpu::simd::{MAX_LANES, Simd};
 use crate::problem::flash_attn_varlen_bwd::FlashAttnVarlenBwd;
-use crate::tensor::Tensor;
 use std::ops::Range;
 
 /// Maximum rows of a micro-panel: two vectors.
 pub(super) const MAX_ROWS: usize = 2 * MAX_LANES;
-
-/// Distance in elements between rows of `d` elements: whole vectors, and one more, so that rows do not all map to the
-/// same few sets of the cache.
-pub(super) fn row_stride(d: usize) -> usize {
-    d.next_multiple_of(MAX_LANES) + MAX_LANES
-}
 
 /// What mask, bias and softmax need to know of the row of each lane. Padding lanes attend to no key.
 pub(super) struct BwdLanes {
@@ -86,22 +79,22 @@ impl BwdLanes {
     }
 }
 
-/// A micro-panel of query rows, packed as f32.
+/// A micro-panel of query rows. E is [`Simd::ELEMENTS_PER_LANE`].
 pub(super) struct QueryPanel {
-    /// Transposed q, `[D][lanes]`.
+    /// Transposed q, `[D / E][lanes]`; a lane holds E elements of a row.
     pub(super) q_columns: *mut f32,
-    /// Transposed dout, `[Dv][lanes]`.
+    /// Transposed dout, `[Dv / E][lanes]`.
     pub(super) dout_columns: *mut f32,
-    /// Rows of q, [`row_stride`] apart.
+    /// E rows of q, interleaved, [`row_stride`] apart.
     pub(super) q: *mut f32,
-    /// Rows of dout, [`row_stride`] apart.
+    /// E rows of dout, interleaved, [`row_stride`] apart.
     pub(super) dout: *mut f32,
     pub(super) rows: usize,
     pub(super) lanes: BwdLanes,
 }
 
 impl QueryPanel {
-    /// Elements of a panel.
+    /// f32 of a panel.
     pub(super) fn len(d: usize, dv: usize) -> usize {
         MAX_ROWS * (d + dv + row_stride(d) + row_stride(dv))
     }
@@ -118,7 +111,7 @@ impl QueryPanel {
     ///
     /// # Safety
     /// The problem's views are valid host memory; plan, tile and the `[Tq, Hq]` deltas are the problem's; nothing else
-    /// accesses the panel's memory.
+    /// accesses the panel's memory. If E is 2, q and dout are bf16.
     #[inline(always)]
     pub(super) unsafe fn load<S: Simd>(
         &mut self,
@@ -155,37 +148,44 @@ impl QueryPanel {
                 self.lanes.delta[row] = deltas.add(t * forward.num_q_heads + h).read();
             }
         }
-        let address = |tensor: &Tensor, row: usize| {
-            let (_, t, h) = indices(row);
-            row_of(tensor, t, h).cast_const()
-        };
-        // SAFETY: rows (t, h) of q and dout, of D and Dv elements; the panel has room for MAX_ROWS rows of either form.
-        unsafe {
-            let (q, dout) = (&forward.q, &problem.dout);
-            for row in 0..self.rows {
-                let to = self.q.add(row * row_stride(forward.head_dim));
-                widen_row(simd, q.dtype, address(q, row), to, forward.head_dim);
-                let to = self.dout.add(row * row_stride(forward.value_dim));
-                widen_row(simd, dout.dtype, address(dout, row), to, forward.value_dim);
+        let (q, dout) = (&forward.q, &problem.dout);
+        for (tensor, columns, interleaved, d) in
+            [(q, self.q_columns, self.q, forward.head_dim), (dout, self.dout_columns, self.dout, forward.value_dim)]
+        {
+            let mut from = [std::ptr::null(); MAX_ROWS];
+            let from = &mut from[..self.rows];
+            for (row, from) in from.iter_mut().enumerate() {
+                let (_, t, h) = indices(row);
+                *from = row_of(tensor, t, h).cast_const();
             }
-            transpose(self.q, self.q_columns, forward.head_dim, (self.rows, width));
-            transpose(self.dout, self.dout_columns, forward.value_dim, (self.rows, width));
+            // SAFETY: rows (t, h) of q and dout, of D and Dv elements; the panel has room for MAX_ROWS rows of either
+            // form. Two bf16 of a row are a lane as they are; f32 are those of the packed rows.
+            unsafe {
+                let dtype = tensor.dtype;
+                simd.vectorize(PackRows { dtype, from, d, rows: None, interleaved: Some(interleaved) });
+                if S::ELEMENTS_PER_LANE == 1 {
+                    for (row, from) in from.iter_mut().enumerate() {
+                        *from = interleaved.add(row * row_stride(d)).cast_const().cast();
+                    }
+                }
+                transpose(from, columns, d / S::ELEMENTS_PER_LANE, width);
+            }
         }
     }
 }
 
-/// `columns[c][row] = rows[row][c]`. Padding lanes keep old numbers, which do not count because they attend to no key.
+/// `columns[c][row] = rows[row][c]` in lanes of 32 bits. Padding lanes keep old numbers, which do not count because they
+/// attend to no key.
 ///
 /// # Safety
-/// `rows` are `count` rows of `d` elements, [`row_stride`] apart; `columns` has room for `[d][width]`; count <= width.
+/// `rows` have `depth` lanes, of any alignment; `columns` has room for `[depth][width]`, and `width` is at least the
+/// number of rows.
 #[inline(always)]
-unsafe fn transpose(rows: *const f32, columns: *mut f32, d: usize, (count, width): (usize, usize)) {
-    // SAFETY: c < d and row < count <= width, so both elements exist.
-    unsafe {
-        for c in 0..d {
-            for row in 0..count {
-                columns.add(c * width + row).write(rows.add(row * row_stride(d) + c).read());
-            }
+unsafe fn transpose(rows: &[*const u8], columns: *mut f32, depth: usize, width: usize) {
+    for c in 0..depth {
+        for (row, from) in rows.iter().enumerate() {
+            // SAFETY: c < depth and row < width, so both lanes exist.
+            unsafe { columns.add(c * width + row).write(from.cast::<f32>().add(c).read_unaligned()) };
         }
     }
 }

@@ -15,13 +15,19 @@ const MAX_EXPONENT: f32 = 127.0;
 /// Turn products, `[keys][NV]` vectors of rows, into P and dS in place; dS is taken before the factor `softmax_scale`.
 /// Both are 0 where a row does not attend to a key.
 ///
+/// Where [`Simd::ELEMENTS_PER_LANE`] is 2, P and dS are rounded to bf16, as operands of the products to come: a key's
+/// rows are pairs in the first half of its vectors, and dS is also interleaved, with pairs of keys.
+///
 /// # Safety
-/// `p` and `ds` have NV vectors for each of `keys`; NV vectors are the width of `lanes`.
+/// `p` and `ds` have NV vectors for each of `keys`; NV vectors are the width of `lanes`. Where pairs are multiplied,
+/// `ds_interleaved` has NV vectors for every two keys, and `keys` begin and end at even numbers.
 pub(super) struct SoftmaxBwd<'a, const NV: usize> {
     /// `q . k`, then P.
     pub(super) p: *mut f32,
     /// `dout . v`, then dS.
     pub(super) ds: *mut f32,
+    /// dS for bf16 pairs, `[keys / 2][NV]` vectors; not written with one f32 per lane.
+    pub(super) ds_interleaved: *mut f32,
     /// The keys to compute, relative to the block.
     pub(super) keys: Range<usize>,
     /// Position of the block's first key in the sequence.
@@ -59,6 +65,7 @@ impl<const NV: usize> SoftmaxBwd<'_, NV> {
         let to_base_2 = simd.splat(LOG2_E);
         for v in 0..NV {
             let lanes = self.lanes.vectors(simd, v, self.first);
+            let mut ds_of_even_key = zero;
             for j in self.keys.clone() {
                 let at = (j * NV + v) * S::LANES;
                 // SAFETY: v < NV, and j is one of the keys for which `p` and `ds` have vectors.
@@ -92,10 +99,24 @@ impl<const NV: usize> SoftmaxBwd<'_, NV> {
                         *x = simd.select_lt(position, lanes.low, zero, *x);
                     }
                 }
-                // SAFETY: the vectors that were loaded above.
+                // SAFETY: the vectors that were loaded above; LANES bf16 are half of one. The first half of key j's
+                // vectors is that of vector 0 where NV is 1; where it is 2, it is vector 0, which has been read before
+                // vector 1 is written there. Keys j - 1 and j have their vectors in `ds_interleaved`.
                 unsafe {
-                    simd.store(self.p.add(at), p);
-                    simd.store(self.ds.add(at), ds);
+                    if S::ELEMENTS_PER_LANE == 1 {
+                        simd.store(self.p.add(at), p);
+                        simd.store(self.ds.add(at), ds);
+                        continue;
+                    }
+                    let row = j * NV * S::LANES;
+                    simd.store_bf16(self.p.add(row).cast::<u16>().add(v * S::LANES), p);
+                    simd.store_bf16(self.ds.add(row).cast::<u16>().add(v * S::LANES), ds);
+                    if j % 2 == 0 {
+                        ds_of_even_key = ds;
+                    } else {
+                        let to = self.ds_interleaved.add((j / 2 * NV + v) * S::LANES);
+                        simd.store(to, simd.pack_pairs(ds_of_even_key, ds));
+                    }
                 }
             }
         }

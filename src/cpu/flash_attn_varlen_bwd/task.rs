@@ -2,8 +2,9 @@
 //! tile's rows, a micro-panel at a time.
 
 use super::kv_block::{KvBlock, clear_gradients, scale_row};
+use super::packing::row_stride;
 use super::plan::{BwdPlan, BwdTask, BwdTile, KEYS};
-use super::query_panel::{MAX_ROWS, QueryPanel, row_stride};
+use super::query_panel::{MAX_ROWS, QueryPanel};
 use super::softmax_bwd::SoftmaxBwd;
 use crate::cpu::aligned::AlignedBuffer;
 use crate::cpu::attention::score::ScaleAndCap;
@@ -18,7 +19,7 @@ use std::ops::Range;
 
 /// Memory of one thread for the whole call, sized for the largest work tile.
 pub(super) struct BwdScratch {
-    /// A query panel, a block of keys, P and dS `[KEYS][lanes]`, then dQ.
+    /// A query panel, a block of keys, P, dS and interleaved dS `[KEYS][lanes]`, then dQ.
     floats: AlignedBuffer,
 }
 
@@ -27,7 +28,7 @@ impl BwdScratch {
     /// `RESOURCE_EXHAUSTED`.
     pub(super) fn new(plan: &BwdPlan, problem: &FlashAttnVarlenBwd) -> Result<Self> {
         let (d, dv) = (problem.forward.head_dim, problem.forward.value_dim);
-        let len = QueryPanel::len(d, dv) + KvBlock::len(d, dv) + 2 * KEYS * MAX_ROWS + plan.dq_len;
+        let len = QueryPanel::len(d, dv) + KvBlock::len(d, dv) + 3 * KEYS * MAX_ROWS + plan.dq_len;
         Ok(Self { floats: AlignedBuffer::zeros(len)? })
     }
 }
@@ -36,7 +37,8 @@ impl BwdScratch {
 ///
 /// # Safety
 /// The problem's views are valid host memory, and nothing else accesses its results. Plan, scratch and deltas were made
-/// for the problem, and for the lanes of the instruction set that runs this. Each task runs once.
+/// for the problem, and for the lanes of the instruction set that runs this. Each task runs once. If
+/// [`Simd::ELEMENTS_PER_LANE`] is 2, q, K, V and dout are bf16.
 pub(super) struct RunBwdTask<'a> {
     problem: &'a FlashAttnVarlenBwd<'a>,
     plan: &'a BwdPlan,
@@ -79,14 +81,15 @@ impl SimdKernel for RunBwdTask<'_> {
             tile,
             group: forward.num_q_heads / forward.num_kv_heads,
             deltas: self.deltas,
-            block: KvBlock::new(block, d, dv),
+            block: KvBlock::new::<S>(block, d, dv),
             p,
             ds,
-            dq: ds.wrapping_add(KEYS * MAX_ROWS),
+            ds_interleaved: if S::ELEMENTS_PER_LANE == 1 { ds } else { ds.wrapping_add(KEYS * MAX_ROWS) },
+            dq: ds.wrapping_add(2 * KEYS * MAX_ROWS),
             scale_and_cap: ScaleAndCap::new(f64::from(forward.score.softmax_scale), forward.score.softcap),
         };
-        // SAFETY: the contract of the type; panel, block, p, ds and dq lie one after the other in the scratch, as its
-        // length has them.
+        // SAFETY: the contract of the type; panel, block, p, both forms of ds and dq lie one after the other in the
+        // scratch, as its length has them.
         unsafe { run.run(simd, QueryPanel::new(memory, d, dv)) };
     }
 }
@@ -100,10 +103,12 @@ struct TileRun<'a> {
     group: usize,
     deltas: *const f32,
     block: KvBlock,
-    /// `[KEYS][lanes]`
+    /// `[KEYS][lanes]`, of which bf16 pairs take half.
     p: *mut f32,
-    /// `[KEYS][lanes]`
+    /// As p.
     ds: *mut f32,
+    /// `[KEYS / E][lanes]`, a lane holds the dS of E keys; `ds` where E, [`Simd::ELEMENTS_PER_LANE`], is 1.
+    ds_interleaved: *mut f32,
     /// `[D][lanes]` of each micro-panel of the tile.
     dq: *mut f32,
     scale_and_cap: ScaleAndCap,
@@ -184,23 +189,34 @@ impl TileRun<'_> {
         visible: Range<usize>,
     ) {
         let forward = &self.problem.forward;
-        let Self { block, p, ds, scale_and_cap, .. } = *self;
+        let Self { block, p, ds, ds_interleaved, scale_and_cap, .. } = *self;
         let (d, dv) = (forward.head_dim, forward.value_dim);
         // Whole micro-kernels; P and dS of the additional keys are 0.
         let keys = visible.start / MR * MR..visible.end.next_multiple_of(MR);
+        // Elements of a row and of a column that share a lane. MR is a multiple of it.
+        let e = S::ELEMENTS_PER_LANE;
+        let (lanes_of_keys, depth) = (visible.start / e..visible.end.div_ceil(e), panel.rows.div_ceil(e));
         // SAFETY: MR divides KEYS, so the keys are rows of the block, and P and dS have vectors for them. The panel has
         // `rows` rows and NV vectors, and dq its `[D][NV]` vectors from row `first` on.
         unsafe {
-            dot_products::<S, NV, MR>(simd, (block.k, d), panel.q_columns, &keys, p);
-            dot_products::<S, NV, MR>(simd, (block.v, dv), panel.dout_columns, &keys, ds);
-            let lanes = &panel.lanes;
-            simd.vectorize(SoftmaxBwd::<NV> { p, ds, keys: keys.clone(), first: start, lanes, scale_and_cap });
+            dot_products::<S, NV, MR>(simd, (block.k, d / e), panel.q_columns, &keys, p);
+            dot_products::<S, NV, MR>(simd, (block.v, dv / e), panel.dout_columns, &keys, ds);
+            simd.vectorize(SoftmaxBwd::<NV> {
+                p,
+                ds,
+                ds_interleaved,
+                keys: keys.clone(),
+                first: start,
+                lanes: &panel.lanes,
+                scale_and_cap,
+            });
             if self.tile.gradients.dk_dv() {
-                accumulate_dk_dv::<S, NV, MR>(simd, p, (panel.dout, panel.rows), &keys, (block.dv, dv));
-                accumulate_dk_dv::<S, NV, MR>(simd, ds, (panel.q, panel.rows), &keys, (block.dk, d));
+                accumulate_dk_dv::<S, NV, MR>(simd, p, (panel.dout, depth), &keys, (block.dv, dv));
+                accumulate_dk_dv::<S, NV, MR>(simd, ds, (panel.q, depth), &keys, (block.dk, d));
             }
             if self.tile.gradients.dq() {
-                accumulate_dq::<S, NV, MR>(simd, (block.k, d), ds, &visible, self.dq.add(first * d));
+                let dq = self.dq.add(first * d);
+                accumulate_dq::<S, NV, MR>(simd, (block.k_interleaved, d), ds_interleaved, &lanes_of_keys, dq);
             }
         }
     }
@@ -237,7 +253,7 @@ impl TileRun<'_> {
 /// `to[j][row] = rows[j] . columns[..][row]` for `keys` j, whole groups of MR.
 ///
 /// # Safety
-/// `rows` are rows of `d` elements of a block; `columns` is `[d][NV]` vectors, `to` has NV vectors for each key.
+/// `rows` are rows of `d` lanes of a block; `columns` is `[d][NV]` vectors, `to` has NV vectors for each key.
 #[inline(always)]
 unsafe fn dot_products<S: Simd, const NV: usize, const MR: usize>(
     simd: S,
@@ -259,10 +275,10 @@ unsafe fn dot_products<S: Simd, const NV: usize, const MR: usize>(
     }
 }
 
-/// `dq[c][row] += sum over keys of k[j][c] * ds[j][row]`
+/// `dq[c][row] += sum over keys of k[j][c] * ds[j][row]`, where j counts lanes of keys.
 ///
 /// # Safety
-/// `k` are rows of `d` elements of a block, `ds` has NV vectors for each key, `dq` is `[d][NV]` vectors.
+/// `k` are interleaved rows of `d` lanes of a block, `ds` has NV vectors for each, `dq` is `[d][NV]` vectors.
 #[inline(always)]
 unsafe fn accumulate_dq<S: Simd, const NV: usize, const MR: usize>(
     simd: S,
@@ -286,11 +302,11 @@ unsafe fn accumulate_dq<S: Simd, const NV: usize, const MR: usize>(
 }
 
 /// `to[j][c] += sum over rows of weights[j][row] * rows[row][c]` for `keys` j, whole groups of MR: dV with P and dout,
-/// dK with dS and q.
+/// dK with dS and q. Here `row` counts lanes of rows.
 ///
 /// # Safety
-/// `weights` has NV vectors for each key; `rows` are `count` rows of `d` elements of a panel, and `to` is rows of a
-/// block.
+/// `weights` has NV vectors for each key; `rows` are `count` interleaved rows of `d` lanes of a panel, and `to` is rows
+/// of a block.
 #[inline(always)]
 unsafe fn accumulate_dk_dv<S: Simd, const NV: usize, const MR: usize>(
     simd: S,
