@@ -138,15 +138,18 @@ def test_gradients_have_no_gradients():
         dq.sum().backward()
 
 
-def test_gradients_of_f32_are_those_before_rounding():
+def test_gradients_of_f32_are_not_rounded():
     (q, k, v, starts, starts_k), _ = varlen([(3, 5), (4, 9)], dtype="bfloat16", rows_after=0)
     q, k, v, starts, starts_k = (tensor(x) for x in (q, k, v, starts, starts_k))
     out, lse = xt.flash_attn_varlen(q, k, v, starts, starts_k, return_lse=True)
     arguments = (torch.ones_like(out), q, k, v, out, lse, starts, starts_k, 4, 9, 0.125, True, -1, -1, 0.0)
     call = torch.ops.xla_gpu.flash_attn_varlen_bwd
-    for rounded, exact in zip(call(*arguments), call(*arguments, grad_dtype=torch.float32), strict=True):
-        assert exact.dtype == torch.float32
-        assert torch.equal(exact.to(rounded.dtype), rounded)
+    # The fourth result, the gradient of the sinks, is empty here and always f32.
+    for rounded, exact in zip(call(*arguments)[:3], call(*arguments, grad_dtype=torch.float32)[:3], strict=True):
+        assert (rounded.dtype, exact.dtype) == (torch.bfloat16, torch.float32)
+        assert not torch.equal(exact, exact.bfloat16().float())
+        # P and dS may be rounded to bf16, too, where the gradients are (docs/semantics.md).
+        torch.testing.assert_close(rounded.float(), exact, rtol=2**-7, atol=2**-7)
 
 
 def test_an_output_of_f32_is_differentiable():
