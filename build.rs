@@ -11,6 +11,9 @@ mod exports;
 #[path = "build_support/headers.rs"]
 mod headers;
 #[cfg(feature = "cuda")]
+#[path = "build_support/kernel_images.rs"]
+mod kernel_images;
+#[cfg(feature = "cuda")]
 #[path = "build_support/kernel_table.rs"]
 mod kernel_table;
 #[cfg(feature = "cuda")]

@@ -1,7 +1,8 @@
 //! The table of kernels that `src/cuda/variants.rs` includes.
 
 use crate::architecture::newest_of;
-use crate::kernels;
+use crate::kernel_images::{self, Packed};
+use crate::kernels::{self, Compiled, Cubin};
 use crate::process::run;
 use crate::variants::{Table, Variant};
 use anyhow::{Context, Result};
@@ -36,12 +37,28 @@ pub(crate) fn build(mut table: Table, is_documentation: bool, headers: &Path, ou
     if !left_out.is_empty() {
         println!("cargo:warning={SETTING}={setting}: {} of {} kernels are left out", left_out.len(), variants.len());
     }
-    let mut rows = if built.is_empty() { vec![] } else { kernels::rows(&built, headers, out)? }.into_iter();
+    let (compiled, packed) = if built.is_empty() {
+        (vec![], Packed::default())
+    } else {
+        let (compiled, cache) = kernels::compile(&built, headers, out)?;
+        println!("cargo:rustc-env=XLA_ATTENTION_KERNELS={}", cache.display());
+        let packed = kernel_images::pack(&built.iter().copied().zip(&compiled).collect::<Vec<_>>(), &cache)?;
+        (compiled, packed)
+    };
+    let mut compiled = compiled.iter();
     let rows: Vec<String> = variants
         .iter()
-        .filter_map(|variant| if variant.kernel.sass.is_empty() { Some(without_image(variant)) } else { rows.next() })
+        .filter_map(|variant| {
+            if variant.kernel.sass.is_empty() {
+                Some(without_image(variant))
+            } else {
+                compiled.next().map(|compiled| row(variant, compiled, &packed))
+            }
+        })
         .collect();
-    let text = format!("pub(crate) static ARCHITECTURES: &str = {setting:?};\n\n{}", generated(&table, &rows));
+    let groups = if built.is_empty() { String::new() } else { packed.groups() };
+    let text =
+        format!("pub(crate) static ARCHITECTURES: &str = {setting:?};\n\n{groups}\n{}", generated(&table, &rows));
     fs::write(out.join("variants.rs"), text)?;
     Ok(())
 }
@@ -72,12 +89,32 @@ fn capabilities(setting: &str) -> Result<Option<Vec<u32>>> {
         })
 }
 
+/// The row of a compiled variant.
+fn row(variant: &Variant, compiled: &Compiled, packed: &Packed) -> String {
+    let (mut cubins, mut resources) = (String::new(), String::new());
+    for (arch, cubin) in variant.kernel.sass.iter().zip(&compiled.cubins) {
+        let Cubin { image, registers, spill_bytes, smem_bytes } = cubin;
+        let _ = write!(cubins, "(\"{arch}\", {}), ", packed.expression(image));
+        let _ = write!(
+            resources,
+            "(\"{arch}\", Resources {{ registers: {registers}, spill_bytes: {spill_bytes}, smem_bytes: {smem_bytes} }}), "
+        );
+    }
+    let (name, target) = (variant.name(), &variant.kernel.target);
+    format!(
+        "    Variant {{ name: {name:?}, entry: c\"xa_{name}\", target: {target:?}, ptx_version: {:?}, ptx: {}, \
+         cubins: &[{cubins}], resources: &[{resources}] }},\n",
+        compiled.ptx_version,
+        packed.expression(&compiled.ptx),
+    )
+}
+
 /// The row of a variant that is left out.
 fn without_image(variant: &Variant) -> String {
     let (name, target) = (variant.name(), &variant.kernel.target);
     format!(
         "    Variant {{ name: {name:?}, entry: c\"xa_{name}\", target: {target:?}, ptx_version: \"\", \
-         ptx: CompressedImage {{ len: 0, zst: &[] }}, cubins: &[], resources: &[] }},\n"
+         ptx: CompressedImage {{ group: &[], offset: 0, len: 0 }}, cubins: &[], resources: &[] }},\n"
     )
 }
 

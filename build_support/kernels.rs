@@ -3,9 +3,10 @@
 //! Results are cached in `<target>/kernels` under a hash of everything that they depend on. All cargo profiles, clippy and pip
 //! share them, and only changed variants are compiled.
 
-use crate::process::{python, run, target_folder};
+use crate::process::{self, python, run, target_folder};
 use crate::variants::Variant;
 use anyhow::{Context, Result, bail, ensure};
+use serde::{Deserialize, Serialize};
 use sha2::{Digest, Sha256};
 use std::fmt::Write as _;
 use std::path::{Path, PathBuf};
@@ -31,35 +32,41 @@ const PTX_VERSIONS: &[&str] =
 /// Values of ptxas' --register-usage-level (0 to 10) to try, in this order, if its default spills.
 const REGISTER_USAGE_LEVELS: &[&str] = &["0", "3", "7", "10"];
 
-/// The rows of the kernel table for `variants`, in order. Variants that are not cached are compiled.
-pub(crate) fn rows(variants: &[&Variant], headers: &Path, out: &Path) -> Result<Vec<String>> {
-    let compiler = Compiler::find(headers, out)?;
-    println!("cargo:rustc-env=XLA_ATTENTION_KERNELS={}", compiler.cache.display());
-    compile_all(&compiler, variants)
+/// A compiled variant. The cache has it as JSON.
+#[derive(Serialize, Deserialize)]
+pub(crate) struct Compiled {
+    /// The lowest PTX version that ptxas accepts for it.
+    pub(crate) ptx_version: String,
+    /// The text with a terminating zero.
+    pub(crate) ptx: Image,
+    /// Those of the kernel's architectures, in order.
+    pub(crate) cubins: Vec<Cubin>,
 }
 
-/// Compiles with as many threads as cargo allows.
-fn compile_all(compiler: &Compiler, variants: &[&Variant]) -> Result<Vec<String>> {
-    let threads = env::var("NUM_JOBS").ok().and_then(|n| n.parse().ok()).unwrap_or(1usize).min(variants.len());
-    let next = AtomicUsize::new(0);
-    let work = || {
-        let mut compiled = vec![];
-        loop {
-            let index = next.fetch_add(1, Ordering::Relaxed);
-            let Some(variant) = variants.get(index) else { return compiled };
-            compiled.push((index, compiler.row(variant)));
-        }
-    };
-    let mut all: Vec<(usize, Result<_>)> = std::thread::scope(|scope| {
-        let workers: Vec<_> = (0..threads).map(|_| scope.spawn(work)).collect();
-        workers.into_iter().flat_map(|w| w.join().unwrap_or_else(|panic| std::panic::resume_unwind(panic))).collect()
-    });
-    all.sort_by_key(|(index, _)| *index);
-    let (mut rows, mut errors, mut times) = (vec![], vec![], vec![]);
-    for (variant, (_, result)) in variants.iter().zip(all) {
+/// A module image: a file in the cache. Its name contains the hash of what it was compiled from.
+#[derive(Serialize, Deserialize)]
+pub(crate) struct Image {
+    pub(crate) file: String,
+    pub(crate) len: usize,
+}
+
+/// A cubin, and the resources that ptxas reports.
+#[derive(Serialize, Deserialize)]
+pub(crate) struct Cubin {
+    pub(crate) image: Image,
+    pub(crate) registers: u32,
+    pub(crate) spill_bytes: u32,
+    pub(crate) smem_bytes: u32,
+}
+
+/// Compiles those of `variants` that are not cached. Returns all of them, in order, and the cache.
+pub(crate) fn compile(variants: &[&Variant], headers: &Path, out: &Path) -> Result<(Vec<Compiled>, PathBuf)> {
+    let compiler = Compiler::find(headers, out)?;
+    let (mut compiled, mut errors, mut times) = (vec![], vec![], vec![]);
+    for (variant, result) in variants.iter().zip(in_parallel(variants, |variant| compiler.cached(variant))) {
         match result {
-            Ok((row, time)) => {
-                rows.push(row);
+            Ok((result, time)) => {
+                compiled.push(result);
                 times.extend(time.map(|t| (t, variant.name())));
             }
             Err(error) => errors.push(format!("{}: {error:#}", variant.name())),
@@ -67,7 +74,27 @@ fn compile_all(compiler: &Compiler, variants: &[&Variant]) -> Result<Vec<String>
     }
     ensure!(errors.is_empty(), "kernels that did not compile:\n{}", errors.join("\n"));
     report(times, variants.len());
-    Ok(rows)
+    Ok((compiled, compiler.cache))
+}
+
+/// The results of `work` for all items, in order, with as many threads as cargo allows.
+pub(crate) fn in_parallel<T: Sync, R: Send>(items: &[T], work: impl Fn(&T) -> R + Sync) -> Vec<R> {
+    let threads = env::var("NUM_JOBS").ok().and_then(|n| n.parse().ok()).unwrap_or(1usize).min(items.len());
+    let next = AtomicUsize::new(0);
+    let run = || {
+        let mut done = vec![];
+        loop {
+            let index = next.fetch_add(1, Ordering::Relaxed);
+            let Some(item) = items.get(index) else { return done };
+            done.push((index, work(item)));
+        }
+    };
+    let mut all: Vec<(usize, R)> = std::thread::scope(|scope| {
+        let workers: Vec<_> = (0..threads).map(|_| scope.spawn(run)).collect();
+        workers.into_iter().flat_map(|w| w.join().unwrap_or_else(|panic| std::panic::resume_unwind(panic))).collect()
+    });
+    all.sort_by_key(|(index, _)| *index);
+    all.into_iter().map(|(_, result)| result).collect()
 }
 
 /// Prints the slowest kernels of this build.
@@ -105,8 +132,8 @@ impl<'a> Compiler<'a> {
         Ok(Self { headers, nvcc, ptxas, cache, common })
     }
 
-    /// The variant's row of the kernel table, and the time to compile it unless it was cached.
-    fn row(&self, variant: &Variant) -> Result<(String, Option<Duration>)> {
+    /// The compiled variant, and the time that this took unless it was cached.
+    fn cached(&self, variant: &Variant) -> Result<(Compiled, Option<Duration>)> {
         let mut key = self.common.clone();
         let source = Path::new("kernels").join(&variant.kernel.source);
         for file in with_headers(&source, self.headers)? {
@@ -114,24 +141,21 @@ impl<'a> Compiler<'a> {
         }
         key.update(format!("{} {} {:?}", variant.name(), variant.kernel.target, variant.kernel.sass));
         let key = format!("{:x}", key.finalize());
-        let stem = self.cache.join(format!("{}.{}", variant.name(), &key[..16]));
-        let row_file = stem.with_added_extension("row");
-        if let Ok(row) = fs::read_to_string(&row_file) {
-            return Ok((row, None));
+        let stem = format!("{}.{}", variant.name(), &key[..16]);
+        let record = self.cache.join(format!("{stem}.json"));
+        if let Ok(text) = fs::read(&record) {
+            return Ok((serde_json::from_slice(&text)?, None));
         }
         let start = Instant::now();
-        let row = self.compile(variant, &source, &stem)?;
-        // The row is written last and renamed into place: if it exists, its images are complete, even if two cargo
-        // processes compile at the same time.
-        let temporary = row_file.with_added_extension(std::process::id().to_string());
-        fs::write(&temporary, &row)?;
-        fs::rename(&temporary, &row_file)?;
-        Ok((row, Some(start.elapsed())))
+        let compiled = self.compile(variant, &source, &stem)?;
+        // The record is written last: if it exists, its images are complete.
+        process::write(&record, &serde_json::to_string(&compiled)?)?;
+        Ok((compiled, Some(start.elapsed())))
     }
 
-    fn compile(&self, variant: &Variant, source: &Path, stem: &Path) -> Result<String> {
+    fn compile(&self, variant: &Variant, source: &Path, stem: &str) -> Result<Compiled> {
         let entry = format!("xa_{}", variant.name());
-        let ptx_file = stem.with_added_extension(format!("{}.ptx", std::process::id()));
+        let ptx_file = self.cache.join(format!("{stem}.{}.ptx", std::process::id()));
         let mut nvcc = Command::new(&self.nvcc);
         nvcc.args(NVCC_FLAGS)
             .args(line_info())
@@ -142,29 +166,29 @@ impl<'a> Compiler<'a> {
         run(&mut nvcc).context("nvcc needs a host gcc on PATH as well")?;
         let ptx = without_build_paths(&fs::read_to_string(&ptx_file)?);
 
-        let (mut cubins, mut resources) = (String::new(), String::new());
+        let mut cubins = vec![];
         let mut candidates: &'static [&'static str] = PTX_VERSIONS;
         for sass in &variant.kernel.sass {
-            let cubin = stem.with_added_extension(format!("{}.sm_{sass}.cubin", std::process::id()));
+            let image = format!("{stem}.sm_{sass}.cubin");
+            let cubin = self.cache.join(&image);
             // The first architecture determines the lowest accepted PTX version; ptxas refuses older ones at once.
             let (accepted, report) = self.assemble(&ptx, candidates, sass, &ptx_file, &cubin)?;
             candidates = std::slice::from_ref(accepted);
-            let image = pack(&stem.with_added_extension(format!("sm_{sass}.zst")), &fs::read(&cubin)?)?;
-            let _ = write!(cubins, "(\"{sass}\", {image}), ");
-            let _ = write!(resources, "(\"{sass}\", {}), ", resources_of(&report)?);
-            fs::remove_file(&cubin)?;
+            let registers = number_before(&report, " registers");
+            cubins.push(Cubin {
+                image: Image { file: image, len: fs::metadata(&cubin)?.len() as usize },
+                registers: registers.with_context(|| format!("no register count in: {report}"))?,
+                spill_bytes: spill_bytes(&report),
+                smem_bytes: number_before(&report, " bytes smem").unwrap_or(0),
+            });
         }
-        let version = candidates[0];
-        let mut text = with_version(&ptx, version)?.into_bytes();
+        let ptx_version = candidates[0].to_owned();
+        let mut text = with_version(&ptx, &ptx_version)?.into_bytes();
         text.push(0); // the driver takes a zero-terminated string
-        let image = pack(&stem.with_added_extension("ptx.zst"), &text)?;
+        let ptx = Image { file: format!("{stem}.ptx"), len: text.len() };
+        fs::write(self.cache.join(&ptx.file), text)?;
         fs::remove_file(&ptx_file)?;
-        Ok(format!(
-            "    Variant {{ name: {:?}, entry: c{entry:?}, target: {:?}, ptx_version: {version:?}, ptx: {image}, \
-             cubins: &[{cubins}], resources: &[{resources}] }},\n",
-            variant.name(),
-            variant.kernel.target,
-        ))
+        Ok(Compiled { ptx_version, ptx, cubins })
     }
 
     /// Runs ptxas with the first PTX version that it accepts, and with other register usage levels if the result spills.
@@ -269,17 +293,6 @@ fn with_version(ptx: &str, version: &str) -> Result<String> {
     Ok(format!("{}.version {version}{}", &ptx[..start], &ptx[end..]))
 }
 
-/// Compresses `bytes` into `file` and returns the expression that includes it in the kernel table. The expression names the
-/// folder by an environment variable, so that the cache may move.
-fn pack(file: &Path, bytes: &[u8]) -> Result<String> {
-    fs::write(file, zstd::bulk::compress(bytes, 19)?)?;
-    let name = file.file_name().and_then(|name| name.to_str()).context("the variant's name is not UTF-8")?;
-    Ok(format!(
-        "CompressedImage {{ len: {}, zst: include_bytes!(concat!(env!(\"XLA_ATTENTION_KERNELS\"), \"/{name}\")) }}",
-        bytes.len()
-    ))
-}
-
 /// The number before `what` in the report of `ptxas -v`.
 fn number_before(report: &str, what: &str) -> Option<u32> {
     report.find(what).and_then(|at| report[..at].split_whitespace().next_back()?.parse().ok())
@@ -288,11 +301,4 @@ fn number_before(report: &str, what: &str) -> Option<u32> {
 /// Bytes of spill stores and loads.
 fn spill_bytes(report: &str) -> u32 {
     [" bytes spill stores", " bytes spill loads"].iter().filter_map(|what| number_before(report, what)).sum()
-}
-
-/// The expression of a kernel's resources, from the report of `ptxas -v`.
-fn resources_of(report: &str) -> Result<String> {
-    let registers = number_before(report, " registers").with_context(|| format!("no register count in: {report}"))?;
-    let (spills, smem) = (spill_bytes(report), number_before(report, " bytes smem").unwrap_or(0));
-    Ok(format!("Resources {{ registers: {registers}, spill_bytes: {spills}, smem_bytes: {smem} }}"))
 }

@@ -104,6 +104,13 @@ impl Variant<'_> {
         pairs.map(|(axis, value)| format!("-DXA_{}={value}", axis.name.to_uppercase()))
     }
 
+    /// The axis values, that of the axis `dtype` last.
+    pub(crate) fn values_with_dtype_last(&self) -> Vec<&str> {
+        let (dtypes, others): (Vec<_>, Vec<_>) =
+            self.kernel.axes.iter().zip(&self.values).partition(|(axis, _)| axis.name == "dtype");
+        others.into_iter().chain(dtypes).map(|(_, value)| *value).collect()
+    }
+
     fn value(&self, axis: &str) -> Option<&str> {
         self.kernel.axes.iter().zip(&self.values).find(|(a, _)| a.name == axis).map(|(_, value)| *value)
     }

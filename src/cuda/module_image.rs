@@ -6,7 +6,7 @@ use super::image_validation::{cubin_error, ptx_error};
 use super::variants::{ARCHITECTURES, CompressedImage, Variant};
 use crate::environment;
 use crate::error::{Error, Result};
-use std::io::Read;
+use std::io::{self, Read as _};
 use std::path::PathBuf;
 use std::sync::OnceLock;
 
@@ -104,11 +104,14 @@ impl CompressedImage {
         // SAFETY: `storage` has at least `self.len` bytes, is borrowed mutably for as long as `bytes` lives, and any eight
         // bytes are a valid u64.
         let bytes = unsafe { std::slice::from_raw_parts_mut(storage.as_mut_ptr().cast::<u8>(), self.len) };
-        ruzstd::decoding::StreamingDecoder::new(self.zst)
-            .map_err(|error| error.to_string())
-            .and_then(|mut decoder| decoder.read_exact(bytes).map_err(|error| error.to_string()))
-            .map_err(|error| Error::internal(format!("a kernel image does not unpack: {error}")))?;
+        self.unpack_into(bytes).map_err(|error| Error::internal(format!("a kernel image does not unpack: {error}")))?;
         Ok(storage)
+    }
+
+    fn unpack_into(&self, bytes: &mut [u8]) -> io::Result<()> {
+        let mut group = ruzstd::decoding::StreamingDecoder::new(self.group).map_err(io::Error::other)?;
+        io::copy(&mut group.by_ref().take(self.offset as u64), &mut io::sink())?;
+        group.read_exact(bytes)
     }
 }
 
@@ -133,7 +136,7 @@ mod tests {
 
     #[test]
     fn a_kernel_that_was_left_out_is_refused_with_what_to_do() {
-        let image = CompressedImage { len: 0, zst: &[] };
+        let image = CompressedImage { group: &[], offset: 0, len: 0 };
         let (name, target) = ("attention_x", "80");
         let variant = Variant { name, entry: c"x", target, ptx_version: "", ptx: image, cubins: &[], resources: &[] };
         let error = select(&variant, &crate::cuda::attention::tests::device(false)).map(|selected| selected.origin);

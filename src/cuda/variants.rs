@@ -53,12 +53,14 @@ impl Variant {
     }
 }
 
-/// A module image, compressed with zstd.
+/// A module image in a group of images that are compressed together.
 pub(crate) struct CompressedImage {
-    /// Size when decompressed, in bytes.
+    /// The group, compressed with zstd.
+    pub group: &'static [u8],
+    /// The image's first byte in the decompressed group.
+    pub offset: usize,
+    /// Size of the image, in bytes.
     pub len: usize,
-    /// The compressed bytes.
-    pub zst: &'static [u8],
 }
 
 /// The resources of a kernel as ptxas reports them.

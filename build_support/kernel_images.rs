@@ -1,0 +1,120 @@
+//! Packs the module images of the kernels into the library.
+//!
+//! The images of a kernel's variants resemble each other: compressed together, they take half as much space as each alone.
+//! An image is read by unpacking its group up to the image's end, so groups are small enough for that to take milliseconds.
+
+use crate::kernels::{Compiled, Image, in_parallel};
+use crate::variants::Variant;
+use anyhow::Result;
+use sha2::{Digest, Sha256};
+use std::collections::HashMap;
+use std::fmt::Write as _;
+use std::fs;
+use std::path::Path;
+
+/// Largest size of a group of cubins before compression, in bytes.
+const MAX_CUBIN_BYTES: usize = 1 << 20;
+
+/// The same for PTX, which is larger, and which drivers load that compile it for longer than it takes to unpack.
+const MAX_PTX_BYTES: usize = 4 << 20;
+
+/// zstd's compression level: the highest one but for those that it calls ultra.
+const LEVEL: i32 = 19;
+
+/// The groups, and where in them each image is.
+#[derive(Default)]
+pub(crate) struct Packed {
+    /// Names of the compressed groups in the cache.
+    files: Vec<String>,
+    /// Of each image by its file: the index of its group, and its first byte in it.
+    places: HashMap<String, (usize, usize)>,
+}
+
+/// Compresses the images of `variants` into files in the cache, unless they are there.
+pub(crate) fn pack(variants: &[(&Variant, &Compiled)], cache: &Path) -> Result<Packed> {
+    let mut packed = Packed::default();
+    let groups = groups(variants);
+    for file in in_parallel(&groups, |group| compress(group, cache)) {
+        packed.files.push(file?);
+    }
+    for (index, group) in groups.iter().enumerate() {
+        let mut offset = 0;
+        for image in &group.images {
+            packed.places.insert(image.file.clone(), (index, offset));
+            offset += image.len;
+        }
+    }
+    Ok(packed)
+}
+
+/// Images that are compressed together.
+struct Group<'a> {
+    kernel: &'a str,
+    /// The architecture of the cubins, or `ptx`.
+    kind: &'a str,
+    images: Vec<&'a Image>,
+}
+
+/// The images of each kernel and architecture, those that differ in the dtype alone next to each other.
+fn groups<'a>(variants: &[(&'a Variant, &'a Compiled)]) -> Vec<Group<'a>> {
+    let mut images = vec![];
+    for (variant, compiled) in variants {
+        let archs =
+            variant.kernel.sass.iter().map(String::as_str).zip(compiled.cubins.iter().map(|cubin| &cubin.image));
+        for (kind, image) in archs.chain([("ptx", &compiled.ptx)]) {
+            images.push(((variant.kernel.name.as_str(), kind, variant.values_with_dtype_last()), image));
+        }
+    }
+    images.sort_by(|(a, _), (b, _)| a.cmp(b));
+    let mut groups: Vec<Group> = vec![];
+    for ((kernel, kind, _), image) in images {
+        let largest = if kind == "ptx" { MAX_PTX_BYTES } else { MAX_CUBIN_BYTES };
+        let fits = |group: &&mut Group| {
+            let bytes: usize = group.images.iter().map(|image| image.len).sum();
+            (group.kernel, group.kind) == (kernel, kind) && bytes + image.len <= largest
+        };
+        match groups.last_mut().filter(fits) {
+            Some(group) => group.images.push(image),
+            None => groups.push(Group { kernel, kind, images: vec![image] }),
+        }
+    }
+    groups
+}
+
+/// Writes a group's file, whose name it returns.
+fn compress(group: &Group, cache: &Path) -> Result<String> {
+    let mut key = Sha256::new_with_prefix(LEVEL.to_le_bytes());
+    for image in &group.images {
+        key.update(&image.file);
+    }
+    let file = format!("{}.{}.{:.16}.zst", group.kernel, group.kind, format!("{:x}", key.finalize()));
+    let path = cache.join(&file);
+    if !path.exists() {
+        let mut bytes = vec![];
+        for image in &group.images {
+            bytes.extend(fs::read(cache.join(&image.file))?);
+        }
+        // Renamed into place, so that an interrupted build leaves no part of it.
+        let temporary = path.with_added_extension(std::process::id().to_string());
+        fs::write(&temporary, zstd::bulk::compress(&bytes, LEVEL)?)?;
+        fs::rename(&temporary, &path)?;
+    }
+    Ok(file)
+}
+
+impl Packed {
+    /// The Rust source of the array of groups. It names the cache by an environment variable, so that the cache may move.
+    pub(crate) fn groups(&self) -> String {
+        let mut text = format!("static IMAGE_GROUPS: [&[u8]; {}] = [\n", self.files.len());
+        for file in &self.files {
+            let _ = writeln!(text, "    include_bytes!(concat!(env!(\"XLA_ATTENTION_KERNELS\"), \"/{file}\")),");
+        }
+        text + "];\n"
+    }
+
+    /// The Rust expression of an image.
+    pub(crate) fn expression(&self, image: &Image) -> String {
+        let (group, offset) = self.places[&image.file];
+        format!("CompressedImage {{ group: IMAGE_GROUPS[{group}], offset: {offset}, len: {} }}", image.len)
+    }
+}
