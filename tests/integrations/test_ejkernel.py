@@ -96,6 +96,27 @@ def test_ragged_page_attention_v3(options):
     assert program.count("@xla_gpu_paged_attention_update") == 1
 
 
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_caches_with_k_and_v_in_one_row(dtype):
+    """EasyDeL's caches for head dimension 64, as ejkernel has them on TPUs, give the results of the other form."""
+    lens, table, starts = sequences()
+    q, k, v = (numbers(i, sum(NEW), n, 64, dtype=dtype) for i, n in enumerate((HEADS, KV_HEADS, KV_HEADS)))
+    pages = numbers(3, len(NEW) * COLUMNS, PAGE, KV_HEADS, 2, 64, dtype=dtype)
+    word = 4 // jnp.dtype(dtype).itemsize
+    one_row = pages.reshape(*pages.shape[:2], KV_HEADS // word, word, 128)
+    two_rows = jnp.pad(pages, [(0, 0)] * 4 + [(0, 64)]).reshape(*pages.shape[:2], 2 * KV_HEADS // word, word, 128)
+    results = []
+    for cache in (one_row, two_rows):
+        options = {"cfg": RaggedPageAttentionv3Config(), "platform": "cuda", "softmax_scale": 0.125}
+        metadata = (lens, table.reshape(-1), starts, jnp.int32([1, 1, len(NEW)]))
+        out, updated = ragged_page_attention_v3(q, k, v, cache, *metadata, **options)
+        assert updated.shape == cache.shape
+        results.append((out, updated.reshape(*pages.shape[:4], -1)[..., :64]))
+    np.testing.assert_array_equal(*(np.float32(out) for out, _ in results))
+    np.testing.assert_array_equal(*(np.float32(updated) for _, updated in results))
+    assert not np.array_equal(np.float32(results[0][1]), np.float32(pages))
+
+
 @pytest.mark.parametrize(
     "options", [{}, {"sliding_window": 5}, {"logits_soft_cap": 2.0}, {"softmax_aux": SINKS}], ids=str
 )

@@ -1,8 +1,8 @@
 """Our kernels in ejkernel's registry, and so in EasyDeL. Importing this module does not import ejkernel.
 
-Signatures and meaning are those of ejkernel 0.0.80.3. An argument that is not supported raises its own error, with our
-text. Parameters of tuning are ignored; the functions do not delete them, because the registry takes a deleted parameter
-for one that is not supported.
+Signatures and meaning are those of ejkernel 0.0.80.3; 0.0.78, which EasyDeL 0.3.0 pins, has the same. An argument
+that is not supported raises its own error, with our text. Parameters of tuning are ignored; the functions do not
+delete them, because the registry takes a deleted parameter for one that is not supported.
 """
 
 from collections.abc import Sequence
@@ -96,6 +96,10 @@ def _ragged_page_attention_v3(
     vmem_limit_bytes: int | None = None,
 ) -> tuple[Array, Array]:
     """`ragged_paged_attention_v3` with the names of ejkernel, which converts new rows to the cache's dtype."""
+    # With head dimension 64, EasyDeL's caches have K and V in one row. Where both forms have one shape, ejkernel's own
+    # kernels for GPUs have them in two.
+    rows, packing = kv_cache.shape[-3:-1]
+    is_one_row = queries.shape[-1] == 64 and rows * packing < 2 * keys.shape[-2]
     return ragged_paged_attention_v3(
         queries,
         *(jnp.asarray(x).astype(kv_cache.dtype) for x in (keys, values)),
@@ -111,7 +115,7 @@ def _ragged_page_attention_v3(
         q_scale=q_scale,
         k_scale=k_scale,
         v_scale=v_scale,
-        kv_layout="interleaved",
+        kv_layout="concatenated" if is_one_row else "interleaved",
     )
 
 
