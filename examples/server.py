@@ -9,15 +9,16 @@ The API key comes from the environment variable XLA_ATTENTION_API_KEY.
 import argparse
 import gc
 import os
+import signal
+import socket
 import sys
 from pathlib import Path
 
-import uvicorn
 from tqdm import tqdm
 
 from generate import DTYPES, UsageError, positive, select_devices
-
-SWITCH_SECONDS = 0.5e-3
+from serve.processes import FrontLostError, default_count, front_processes
+from serve.processes import serve as serve_engine
 
 
 def parse_arguments(arguments: list[str] | None) -> argparse.Namespace:
@@ -28,6 +29,9 @@ def parse_arguments(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--model", type=Path, help="GGUF file or Hugging Face folder (default: SmolLM2-135M-Instruct)")
     parser.add_argument("--host", default="127.0.0.1", help="address to listen on")
     parser.add_argument("--port", type=int, default=8000, help="port to listen on; 0 takes a free one")
+    parser.add_argument(
+        "--http-processes", type=positive, default=default_count(), help="processes for HTTP, beside the engine's"
+    )
     parser.add_argument("--max-num-seqs", type=positive, default=16, help="largest number of sequences in a step")
     parser.add_argument("--token-budget", type=positive, default=128, help="largest number of tokens in a step")
     parser.add_argument("--max-waiting", type=positive, default=256, help="sequences that may wait; more get 503")
@@ -43,20 +47,33 @@ def parse_arguments(arguments: list[str] | None) -> argparse.Namespace:
     return parser.parse_args(arguments)
 
 
-def serve(options: argparse.Namespace) -> None:
-    """Load, compile, listen until SIGTERM."""
+def bind(host: str, port: int) -> socket.socket:
+    """A socket that is bound to an address but does not listen yet."""
+    try:
+        family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+        listener = socket.socket(family, kind, protocol)
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.bind(address)
+    except (OSError, OverflowError) as error:
+        raise UsageError(f"cannot listen on {host}, port {port}: {error}") from error
+    return listener
+
+
+def serve(options: argparse.Namespace) -> int | None:
+    """Load, compile, serve; returns the signal that ended it."""
     devices = select_devices(options.platform, 1)
     # Imported here, because xla_attention registers its targets for the platform that is selected above.
     from llama.checkpoint import default_model_path, load_checkpoint
     from llama.engine import Engine, EngineConfig
-    from serve.app import Server
-    from serve.metrics import Metrics
-    from serve.service import Service
+    from serve.messages import FrontSettings
+    from serve.service import capacity_of
 
     if options.token_budget < options.max_num_seqs:
         raise UsageError(f"--token-budget is {options.token_budget}, expected at least --max-num-seqs")
     path = options.model or default_model_path()
     dtype = DTYPES[options.dtype or ("float32" if devices[0].platform == "cpu" else "bfloat16")]
+    listener = bind(options.host, options.port)
+    address = options.host, listener.getsockname()[1]
     checkpoint = load_checkpoint(path, dtype)
     sizes = EngineConfig(
         options.pages,
@@ -67,44 +84,38 @@ def serve(options: argparse.Namespace) -> None:
         batch_invariant=options.batch_invariant,
     )
     engine = Engine(checkpoint.config, checkpoint.weights, sizes, checkpoint.tokenizer.stop_tokens)
-    for _ in tqdm(engine.compile_all(), total=engine.num_programs, desc="compiling", unit="program"):
-        pass
-    metrics = Metrics()
-    # The threads share the interpreter: neither waits long for the other, nor for a collection of what is here to stay.
-    sys.setswitchinterval(SWITCH_SECONDS)
-    gc.collect()
-    gc.freeze()
-    service = Service(engine, metrics, options.max_waiting)
-    app = Server(service, checkpoint.tokenizer, metrics, path.stem, os.environ.get("XLA_ATTENTION_API_KEY")).app()
-    config = uvicorn.Config(
-        app,
-        host=options.host,
-        port=options.port,
-        log_level="warning",
-        timeout_graceful_shutdown=options.drain_seconds,
-    )
-    listener = config.bind_socket()
-    listener.listen(config.backlog)  # who reads the address below can connect
-    url = f"http://{options.host}:{listener.getsockname()[1]}"
-    body = f'{{"model": "{path.stem}", "prompt": "The sky is", "max_tokens": 16}}'
-    print(f"serving {path.stem} at {url}, which is a page to chat with", flush=True)
-    print(f"curl {url}/v1/completions -H 'Content-Type: application/json' -d '{body}'", flush=True)
-    try:
-        uvicorn.Server(config).run(sockets=[listener])
-    finally:
-        service.stop()
+    # The front processes start while the programs are compiled.
+    with front_processes(options.http_processes, listener) as fronts:
+        for _ in tqdm(engine.compile_all(), total=engine.num_programs, desc="compiling", unit="program"):
+            pass
+        # A collection need not look at what is here to stay.
+        gc.collect()
+        gc.freeze()
+        api_key = os.environ.get("XLA_ATTENTION_API_KEY")
+        capacity = capacity_of(engine)
+        settings = FrontSettings(path.stem, checkpoint.tokenizer, capacity, api_key, options.drain_seconds)
+        return serve_engine(engine, settings, fronts, options.max_waiting, address)
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Exit code: 0, or 2 for input that cannot be used (one line on standard error)."""
+    """Exit code: 1 if a front process ended, 2 for input that cannot be used (one line on standard error).
+
+    Ends by the signal that ended the server.
+    """
     options = parse_arguments(arguments)
     from llama.config import ModelError
 
     try:
-        serve(options)
+        number = serve(options)
     except (ModelError, NotImplementedError, UsageError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
+    except FrontLostError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 1
+    if number is not None:
+        signal.signal(number, signal.SIG_DFL)
+        signal.raise_signal(number)
     return 0
 
 

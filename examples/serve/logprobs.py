@@ -3,15 +3,16 @@
 from dataclasses import dataclass
 from typing import Any
 
-from llama.engine import Token
 from llama.tokenizer import ChatTokenizer
 
 
 @dataclass(frozen=True)
 class TokenLogprobs:
-    """A token with its alternatives, and where its text begins in the text of the choice."""
+    """A token with its log-probability, its alternatives, and where its text begins in the text of the choice."""
 
-    token: Token
+    token: int
+    logprob: float
+    top: tuple[tuple[int, float], ...]
     offset: int
 
 
@@ -25,12 +26,12 @@ def of_completion(entries: list[TokenLogprobs], num_top: int, tokenizer: ChatTok
     tops = []
     for entry in entries:
         top: dict[str, float] = {}
-        for token, logprob in entry.token.top[:num_top]:
+        for token, logprob in entry.top[:num_top]:
             top.setdefault(token_text(tokenizer, token), logprob)
         tops.append(top)
     return {
-        "tokens": [token_text(tokenizer, entry.token.id) for entry in entries],
-        "token_logprobs": [entry.token.logprob for entry in entries],
+        "tokens": [token_text(tokenizer, entry.token) for entry in entries],
+        "token_logprobs": [entry.logprob for entry in entries],
         "top_logprobs": tops if num_top else None,
         "text_offset": [entry.offset for entry in entries],
     }
@@ -45,8 +46,8 @@ def of_chat(entries: list[TokenLogprobs], num_top: int, tokenizer: ChatTokenizer
 
     return {
         "content": [
-            described(entry.token.id, entry.token.logprob)
-            | {"top_logprobs": [described(*alternative) for alternative in entry.token.top[:num_top]]}
+            described(entry.token, entry.logprob)
+            | {"top_logprobs": [described(*alternative) for alternative in entry.top[:num_top]]}
             for entry in entries
         ],
         "refusal": None,

@@ -8,10 +8,10 @@ from typing import Any
 from jinja2 import TemplateError
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-from llama.sampling import MAX_TOP_LOGPROBS, Sampling
+from llama.options import MAX_TOP_LOGPROBS, Sampling
 from llama.tokenizer import ChatTokenizer
 
-from .service import Prompt
+from .messages import Prompt
 
 # Options that change the text and that only their neutral values can be given for.
 NEUTRAL = {

@@ -1,193 +1,307 @@
-"""The engine in a thread of its own: requests come in by an inbox, tokens go out to the event loop."""
+"""The loop of the engine's process: computes steps, and between them talks to the front processes without waiting."""
 
-import asyncio
-import queue
-import threading
+import math
+import selectors
+import socket
 import time
+import traceback
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from llama.engine import Engine, Token
-from llama.sampling import Sampling
 from llama.scheduler import Sequence
 
-from .metrics import Metrics
+from .messages import Decoder, Delivery, EngineDeadError, Logprobs, Prompt, QueueFullError, encode
+from .metrics import Latencies, Snapshot
 
-# Tokens go out at most this often per running sequence, so that writing them, 0.15 ms each time, leaves time to the
-# engine's thread: to 64 clients every 32 ms. First and last tokens go out at once.
-DELIVERY_SECONDS = 0.5e-3
-
-
-class QueueFullError(RuntimeError):
-    """As many requests as the server holds are running or waiting."""
-
-
-class EngineDeadError(RuntimeError):
-    """The engine's thread has ended with an exception."""
+# A front gets tokens at most this often per sequence that it has some of, so that it can write the events of one
+# message before the next comes. First and last tokens go out after their step.
+DELIVERY_SECONDS = 0.2e-3
+# For a front to end after its open answers were cut off.
+CLOSING_SECONDS = 5
+MAX_READ = 1 << 20
 
 
-@dataclass(frozen=True)
-class Prompt:
-    """What one sequence continues, and how."""
-
-    tokens: list[int]
-    max_new_tokens: int
-    sampling: Sampling
-    stop_tokens: frozenset[int]
-
-
-@dataclass(eq=False)
-class Generation:
-    """One sequence in the engine; of the event loop but for `sequence` and what follows it, which the thread has."""
-
-    prompt: Prompt
-    loop: asyncio.AbstractEventLoop
-    num_taken: int = 0  # tokens that the text is made of
-    _items: list[Token | Exception | None] = field(default_factory=list)
-    _arrived: asyncio.Event = field(default_factory=asyncio.Event)
-    sequence: Sequence | None = None
-    started: float = field(default_factory=time.perf_counter)
-    last_token: float = 0.0
-    unsent: list[Token | Exception | None] = field(default_factory=list)
-
-    def put(self, items: list[Token | Exception | None]) -> None:
-        """Add items, on the event loop: tokens in order, then None, or the exception that ended the engine."""
-        self._items += items
-        self._arrived.set()
-
-    async def take(self) -> list[Token | Exception | None]:
-        """All items that have arrived, at least one."""
-        await self._arrived.wait()
-        self._arrived.clear()
-        items, self._items = self._items, []
-        return items
-
-
-def put_all(deliveries: list[tuple[Generation, list[Token | Exception | None]]]) -> None:
-    """Hand out the items of one step."""
-    for generation, items in deliveries:
-        generation.put(items)
-
-
-class Service:
-    """Owns the engine; `submit` and `cancel` are called on the event loop, everything else happens in the thread.
+class Front:
+    """The engine's end of the socket to one front process, and what the engine computes for it.
 
     Attributes
     ----------
-        capacity: the largest number of tokens of a prompt and what is generated for it.
-        error: why the engine's thread ended, or None.
+        generations: by id, what is computed.
+        unsent: ids of those with tokens that are still here; `urgent` are those whose tokens should not wait.
+        next_delivery: when the others go out.
+        is_ready: whether it accepts connections.
     """
 
-    def __init__(self, engine: Engine, metrics: Metrics, max_waiting: int) -> None:
-        pages = min(engine.sizes.num_pages, engine.max_pages_per_seq)
-        self.capacity = min(engine.config.context_length, pages * engine.sizes.page_size)
-        self.error: BaseException | None = None
-        self._engine = engine
-        self._metrics = metrics
-        self._limit = engine.sizes.max_num_seqs + max_waiting
-        self._inbox: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
-        self._open: set[Generation] = set()  # of the event loop: what is submitted and not yet closed
-        self._active: dict[Sequence, Generation] = {}  # of the thread: what the scheduler holds
-        self._unsent: set[Generation] = set()  # of the thread, as the next
-        self._next_delivery = 0.0
-        self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
-        self._thread.start()
+    def __init__(self, connection: socket.socket) -> None:
+        connection.setblocking(False)
+        self.connection = connection
+        self.generations: dict[int, Generation] = {}
+        self.unsent: dict[Generation, None] = {}
+        self.urgent: dict[Generation, None] = {}
+        self.next_delivery = 0.0
+        self.is_ready = False
+        self._decoder = Decoder()
+        self._buffer = bytearray()
 
-    def submit(self, prompts: list[Prompt]) -> list[Generation]:
-        """Queue the sequences of one request, all or none."""
-        if self.error is not None:
-            raise EngineDeadError(str(self.error))
-        if len(self._open) + len(prompts) > self._limit:
-            raise QueueFullError(f"{len(self._open)} sequences are running or waiting, at most {self._limit} can")
-        loop = asyncio.get_running_loop()
-        generations = [Generation(prompt, loop) for prompt in prompts]
-        self._open.update(generations)
-        if self.error is not None:  # it ended meanwhile, and may have told only those before
-            raise EngineDeadError(str(self.error))
-        for generation in generations:
-            self._inbox.put(lambda generation=generation: self._add(generation))
-        return generations
+    @property
+    def is_behind(self) -> bool:
+        """Whether the socket has not taken all that was sent."""
+        return bool(self._buffer)
 
-    def close(self, generation: Generation) -> None:
-        """Forget a generation, and cancel it if it has not ended."""
-        if generation in self._open:
-            self._open.remove(generation)
-            self._inbox.put(lambda: self._cancel(generation))
+    def send(self, message: tuple) -> None:
+        """Send as much as the socket takes; the rest goes by `flush`."""
+        self._buffer += encode(message)
+        self.flush()
 
-    def stop(self) -> None:
-        """End the thread after its current step."""
-        self._inbox.put(None)
-        self._thread.join()
-
-    def _add(self, generation: Generation) -> None:
-        prompt = generation.prompt
-        generation.sequence = self._engine.add(
-            prompt.tokens, prompt.max_new_tokens, prompt.sampling, prompt.stop_tokens
-        )
-        self._active[generation.sequence] = generation
-        self._metrics.prompt_tokens.inc(len(prompt.tokens))
-
-    def _cancel(self, generation: Generation) -> None:
-        if self._active.pop(generation.sequence, None):
-            self._unsent.discard(generation)
-            self._engine.scheduler.cancel(generation.sequence)
-
-    def _run(self) -> None:
+    def flush(self) -> None:
+        """Send more of the rest."""
         try:
-            while self._take_messages():
-                if self._engine.has_work:
-                    self._publish(self._engine.step())
-                self._metrics.observe(self._engine)
-        except BaseException as error:
-            self.error = error
-            for generation in list(self._open):
-                generation.loop.call_soon_threadsafe(generation.put, [EngineDeadError(str(error))])
-            raise
+            while self._buffer:
+                del self._buffer[: self.connection.send(self._buffer)]
+        except BlockingIOError:
+            pass
+        except OSError:  # it has ended, which `receive` finds
+            self._buffer.clear()
 
-    def _take_messages(self) -> bool:
-        """Handle the inbox, waiting for a message while there is nothing to compute; False when it says to end."""
-        while True:
-            try:
-                message = self._inbox.get(block=not self._engine.has_work)
-            except queue.Empty:
-                return True
-            if message is None:
-                return False
-            message()
-            if self._inbox.empty():
-                return True
+    def receive(self) -> list[tuple] | None:
+        """The messages that have arrived; None after the process has ended."""
+        try:
+            data = self.connection.recv(MAX_READ)
+        except BlockingIOError:
+            return []
+        except OSError:
+            return None
+        return list(self._decoder.feed(data)) if data else None
+
+
+@dataclass(eq=False, slots=True)
+class Generation:
+    """One sequence in the engine; `tokens` and `logprobs` are those that the front does not have yet."""
+
+    id: int
+    front: Front
+    started: float
+    sequence: Sequence
+    last_token: float = 0.0
+    is_done: bool = False
+    tokens: list[int] = field(default_factory=list)
+    logprobs: list[Logprobs] = field(default_factory=list)
+
+    def take(self) -> Delivery:
+        """What the front does not have yet; it counts as sent."""
+        delivery = self.id, self.tokens, self.logprobs or None, self.is_done
+        self.tokens, self.logprobs = [], []
+        return delivery
+
+
+def capacity_of(engine: Engine) -> int:
+    """The largest number of tokens of a prompt and what is generated for it."""
+    pages = min(engine.sizes.num_pages, engine.max_pages_per_seq)
+    return min(engine.config.context_length, pages * engine.sizes.page_size)
+
+
+class Service:
+    """Owns the engine.
+
+    Attributes
+    ----------
+        error: why the engine has ended, or None; the server then answers 503 until it is stopped.
+        lost_front: the index of the first front process that ended without being told to, or None.
+        signal: the signal that ended `run`, or None.
+    """
+
+    def __init__(
+        self,
+        engine: Engine,
+        connections: list[socket.socket],
+        max_waiting: int,
+        drain_seconds: float,
+        on_ready: Callable[[], None],
+    ) -> None:
+        self.error: str | None = None
+        self.lost_front: int | None = None
+        self.signal: int | None = None
+        self._engine = engine
+        self._limit = engine.sizes.max_num_seqs + max_waiting
+        self._drain_seconds = drain_seconds
+        self._announce = on_ready
+        self._active: dict[Sequence, Generation] = {}
+        self._prompt_tokens = self._generation_tokens = 0
+        self._first, self._between = Latencies(), Latencies()
+        self._deadline = math.inf
+        self._all_fronts = [Front(connection) for connection in connections]
+        self._fronts = list(self._all_fronts)
+        self._selector = selectors.DefaultSelector()
+        for front in self._fronts:
+            self._selector.register(front.connection, selectors.EVENT_READ, front)
+
+    def run(self, signals: socket.socket) -> None:
+        """Serve until a byte comes from `signals` (the number of a signal) or a front process ends, then drain.
+
+        Open answers may go on for `drain_seconds`. A second signal ends it at once.
+        """
+        self._selector.register(signals, selectors.EVENT_READ)
+        while self._fronts and time.perf_counter() < self._deadline:
+            is_busy = self.error is None and self._engine.has_work
+            left = self._deadline - time.perf_counter()
+            for key, events in self._selector.select(0 if is_busy else None if left == math.inf else left):
+                if key.data is None:
+                    for number in signals.recv(64):
+                        self._stop(number)
+                else:
+                    self._serve(key.data, events)
+            if is_busy:
+                try:
+                    self._publish(self._engine.step())
+                except Exception as error:
+                    self._fail(error)
+
+    def _stop(self, number: int | None) -> None:
+        """Begin the drain, because of signal `number` or of a front process that has ended."""
+        if self._deadline < math.inf:
+            self._deadline = 0.0 if number is not None else self._deadline
+        else:
+            self._deadline = time.perf_counter() + self._drain_seconds + CLOSING_SECONDS
+            for front in list(self._fronts):
+                self._send(front, ("stop",))
+        self.signal = self.signal or number
+
+    def _fail(self, error: Exception) -> None:
+        traceback.print_exception(error)
+        self.error = f"the engine has ended: {type(error).__name__}: {error}"
+        self._active.clear()
+        for front in self._fronts:
+            front.generations, front.unsent, front.urgent = {}, {}, {}
+            self._send(front, ("fail", self.error))
+
+    def _serve(self, front: Front, events: int) -> None:
+        """Read from a front, and write to one that was behind."""
+        if events & selectors.EVENT_READ:
+            messages = front.receive()
+            if messages is None:
+                self._lose(front)
+                return
+            for kind, *values in messages:
+                getattr(self, f"_on_{kind}")(front, *values)
+        if events & selectors.EVENT_WRITE:
+            front.flush()
+            self._deliver(front, time.perf_counter())
+            self._watch(front)
+
+    def _send(self, front: Front, message: tuple) -> None:
+        was_behind = front.is_behind
+        front.send(message)
+        if front.is_behind != was_behind:
+            self._watch(front)
+
+    def _watch(self, front: Front) -> None:
+        """Have the selector tell when a front that is behind takes more."""
+        events = selectors.EVENT_READ | (selectors.EVENT_WRITE if front.is_behind else 0)
+        self._selector.modify(front.connection, events, front)
+
+    def _lose(self, front: Front) -> None:
+        """A front process has ended: cancel what it asked for."""
+        self._selector.unregister(front.connection)
+        front.connection.close()
+        self._fronts.remove(front)
+        for number in list(front.generations):
+            self._on_cancel(front, number)
+        if self._deadline == math.inf:
+            self.lost_front = self._all_fronts.index(front)
+            self._stop(None)
+
+    def _on_ready(self, front: Front) -> None:
+        front.is_ready = True
+        if all(other.is_ready for other in self._fronts):
+            self._announce()
+
+    def _on_submit(self, front: Front, ticket: int, started: float, prompts: list[tuple[int, Prompt]]) -> None:
+        """Take the sequences of one request, all or none. Here alone the sequences of all fronts are counted."""
+        count = len(self._active)
+        if self.error is not None:
+            self._send(front, ("answer", ticket, EngineDeadError(self.error)))
+        elif count + len(prompts) > self._limit:
+            text = f"{count} sequences are running or waiting, at most {self._limit} can"
+            self._send(front, ("answer", ticket, QueueFullError(text)))
+        else:
+            for number, prompt in prompts:
+                sequence = self._engine.add(prompt.tokens, prompt.max_new_tokens, prompt.sampling, prompt.stop_tokens)
+                self._active[sequence] = front.generations[number] = Generation(number, front, started, sequence)
+                self._prompt_tokens += len(prompt.tokens)
+            self._send(front, ("answer", ticket, None))
+
+    def _on_cancel(self, front: Front, number: int) -> None:
+        if generation := front.generations.pop(number, None):
+            front.unsent.pop(generation, None)
+            front.urgent.pop(generation, None)
+            if self._active.pop(generation.sequence, None):
+                self._engine.scheduler.cancel(generation.sequence)
+
+    def _on_metrics(self, front: Front, ticket: int) -> None:
+        self._send(front, ("answer", ticket, self._snapshot()))
+
+    def _snapshot(self) -> Snapshot:
+        scheduler, stats = self._engine.scheduler, self._engine.stats
+        allocator = scheduler.allocator
+        values = {
+            "requests_running": len(scheduler.running),
+            "requests_waiting": len(scheduler.waiting),
+            "kv_cache_usage": 1 - allocator.num_free / allocator.num_pages,
+            "prompt_tokens": self._prompt_tokens,
+            "generation_tokens": self._generation_tokens,
+            "preemptions": scheduler.num_evictions,
+            "prefix_cache_queries": scheduler.prefix_queries,
+            "prefix_cache_hits": scheduler.prefix_hits,
+            "steps": stats.num_steps,
+            "late_steps": stats.late_steps,
+        }
+        histograms = {"time_to_first_token_seconds": self._first, "inter_token_latency_seconds": self._between}
+        return Snapshot(values, {name: (h.counts, h.total) for name, h in histograms.items()})
 
     def _publish(self, tokens: list[Token]) -> None:
-        """Keep the tokens of one step, and send what is due, with one call per event loop."""
+        """Keep the tokens of one step, and send what is due, with one message per front."""
         now = time.perf_counter()
-        due: set[Generation] = set()
         intervals: dict[float, int] = {}  # how many tokens came so long after the one before; few values differ
-        for token in tokens:
-            generation = self._active[token.sequence]
-            generation.unsent.append(token)
+        for sequence, token, logprob, top in tokens:
+            generation = self._active[sequence]
+            front = generation.front
+            generation.tokens.append(token)
+            if logprob is not None:
+                generation.logprobs.append((logprob, top))
             if generation.last_token:
                 seconds = now - generation.last_token
                 intervals[seconds] = intervals.get(seconds, 0) + 1
             else:
-                self._metrics.first.observe(now - generation.started)
-                due.add(generation)
+                self._first.observe(now - generation.started)
+                front.urgent[generation] = None
             generation.last_token = now
-            if token.sequence.is_done:
-                del self._active[token.sequence]
-                generation.unsent.append(None)
-                due.add(generation)
-            self._unsent.add(generation)
-        self._metrics.tokens.inc(len(tokens))
+            front.unsent[generation] = None
+            if sequence.is_done:
+                del self._active[sequence]
+                generation.is_done = True
+                front.urgent[generation] = None
+        self._generation_tokens += len(tokens)
         for seconds, count in intervals.items():
-            self._metrics.between.observe(seconds, count)
+            self._between.observe(seconds, count)
         self._engine.scheduler.finished.clear()
-        if now >= self._next_delivery:
-            self._next_delivery = now + DELIVERY_SECONDS * len(self._unsent)
-            due = self._unsent
-        self._unsent = self._unsent - due
-        deliveries: dict[asyncio.AbstractEventLoop, list] = {}
-        for generation in due:
-            items, generation.unsent = generation.unsent, []
-            deliveries.setdefault(generation.loop, []).append((generation, items))
-        for loop, of_loop in deliveries.items():
-            loop.call_soon_threadsafe(put_all, of_loop)
+        for front in self._fronts:
+            self._deliver(front, now)
+
+    def _deliver(self, front: Front, now: float) -> None:
+        """Send what is due, unless the front is behind: then its tokens stay here and go out together."""
+        if front.is_behind or not front.unsent:
+            return
+        if now >= front.next_delivery:
+            front.next_delivery = now + DELIVERY_SECONDS * len(front.unsent)
+            due, front.unsent = front.unsent, {}
+        else:
+            due = front.urgent
+            for generation in due:
+                del front.unsent[generation]
+        front.urgent = {}
+        if due:
+            for generation in due:
+                if generation.is_done:
+                    del front.generations[generation.id]
+            self._send(front, ("tokens", [generation.take() for generation in due]))
