@@ -7,13 +7,15 @@ Every client streams one completion after the other, of random prompts and a fix
 random one with the shapes of SmolLM2-135M, or that of --model. What follows -- are options of the server, which counts
 tokens and steps, in the time after a warm-up. A line of JSON per number of clients: "gpu_busy" is nvidia-smi's
 utilization, the share of time in which a kernel ran; "late_steps" is the share of steps before which the device had
-nothing left to do.
+nothing left to do; "cpu_us_per_step" is the time that each process of the server computed, the engine's
+first. With --stub-ms the steps compute nothing and take that long, which measures all but the device.
 """
 
 import argparse
 import asyncio
 import json
 import multiprocessing
+import os
 import random
 import re
 import shutil
@@ -137,6 +139,13 @@ def busy_share(seconds: float) -> float | None:
     return statistics.mean(samples) / 100 if samples else None
 
 
+def cpu_seconds(pid: int) -> dict[int, float]:
+    """Processor time that a process and its children have used."""
+    children = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
+    fields = {p: Path(f"/proc/{p}/stat").read_text().rpartition(")")[2].split() for p in (pid, *map(int, children))}
+    return {p: (int(f[11]) + int(f[12])) / os.sysconf("SC_CLK_TCK") for p, f in fields.items()}
+
+
 def measure(count: int, options: argparse.Namespace) -> dict:
     """One number of clients."""
     context = multiprocessing.get_context("spawn")
@@ -152,9 +161,11 @@ def measure(count: int, options: argparse.Namespace) -> dict:
         process.start()
     time.sleep(options.warm_up)
     before, start = counters(options.port), time.perf_counter()
+    used = cpu_seconds(options.pid)
     busy = busy_share(options.seconds)
     seconds = time.perf_counter() - start
     counted = {name: value - before[name] for name, value in counters(options.port).items()}
+    used = [value - used[pid] for pid, value in cpu_seconds(options.pid).items()]
     times = [entry for _ in processes for entry in results.get(timeout=600)]
     for process in processes:
         process.join()
@@ -166,6 +177,7 @@ def measure(count: int, options: argparse.Namespace) -> dict:
         "between_tokens_ms": round(statistics.median(between) * 1e3, 3),
         "steps_per_second": round(counted["steps"] / seconds, 1),
         "late_steps": round(counted["late_steps"] / max(counted["steps"], 1), 3),
+        "cpu_us_per_step": [round(value / max(counted["steps"], 1) * 1e6) for value in used],
         "gpu_busy": busy,
     }
 
@@ -179,23 +191,27 @@ def main() -> None:
     parser.add_argument("--prompt-tokens", type=int, default=128)
     parser.add_argument("--max-tokens", type=int, default=128)
     parser.add_argument("--model", type=Path)
+    parser.add_argument("--stub-ms", type=float, help="milliseconds of a step that computes nothing")
     parser.add_argument("--platform", choices=("cpu", "cuda"), default="cuda")
     parser.add_argument("server", nargs="*", help="options of the server, after --")
     options = parser.parse_args()
     counts = [int(count) for count in options.clients.split(",")]
     with tempfile.TemporaryDirectory() as folder:
-        model = options.model or write_random_model(Path(folder))
+        model = options.model or (None if options.stub_ms else write_random_model(Path(folder)))
         pages = max(counts) * -(-(options.prompt_tokens + options.max_tokens) // 16) + 64
         sizes = {"--max-num-seqs": max(counts), "--token-budget": max(512, max(counts)), "--pages": pages}
         sizes |= {"--platform": options.platform, "--model": model, "--port": 0}
         command = [sys.executable, ROOT / "examples/server.py", *(str(w) for pair in sizes.items() for w in pair)]
+        if options.stub_ms:
+            stub = ROOT / "tests/serve/stub_server.py"
+            command = [sys.executable, stub, "--sequences", str(max(counts)), "--step-ms", str(options.stub_ms)]
         start = time.perf_counter()
         server = subprocess.Popen([*command, *options.server], stdout=subprocess.PIPE, text=True)
         try:
             started = re.match(r"serving (.*) at http://127\.0\.0\.1:(\d+)", server.stdout.readline())
             if started is None:
                 sys.exit("the server did not start")
-            options.name, options.port = started[1], int(started[2])
+            options.name, options.port, options.pid = started[1], int(started[2]), server.pid
             print(json.dumps({"started_after_s": round(time.perf_counter() - start, 1)}), flush=True)
             for count in counts:
                 print(json.dumps(measure(count, options)), flush=True)
