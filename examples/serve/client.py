@@ -54,7 +54,7 @@ class Group:
         self._arrived.set()
 
     def leave(self) -> None:
-        """Nobody wants the rest: `changes` ends."""
+        """The client has left: `changes` ends."""
         self._is_left = True
         self._arrived.set()
 

@@ -3,6 +3,7 @@
 Scheduling and the arrays of a batch are the real engine's, so its Python per step is measured without a GPU.
 """
 
+import math
 import time
 
 import numpy as np
@@ -33,9 +34,9 @@ class DeviceTokens:
 
 
 class StubEngine(Engine):
-    """Gives sequence i of a step the token i."""
+    """Gives sequence i of a step the token i; after `num_steps` steps it fails."""
 
-    def __init__(self, sizes: EngineConfig, step_seconds: float) -> None:
+    def __init__(self, sizes: EngineConfig, step_seconds: float, num_steps: float = math.inf) -> None:
         self.config = LlamaConfig(1, 8, 8, 1, 1, 8, VOCABULARY, 8192, 1e-5, 1e4)
         self.sizes, self.stats = sizes, EngineStats()
         self.max_pages_per_seq = min(sizes.num_pages, -(-self.config.context_length // sizes.page_size))
@@ -43,8 +44,11 @@ class StubEngine(Engine):
         self._builder = BatchBuilder(sizes.max_num_seqs, self.max_pages_per_seq, sizes.page_size)
         self._in_flight: Launched | None = None
         self._step_seconds, self._last_read, self._end = step_seconds, 0.0, 0.0
+        self._num_steps = num_steps
 
     def _launch(self, chunks: list[Chunk], _: object) -> Launched:
+        if self.stats.num_steps >= self._num_steps:
+            raise RuntimeError("the device is lost")
         start = time.perf_counter()
         pack(self._builder.build(chunks, self._bucket(sum(chunk.length for chunk in chunks))))
         self.stats.late_steps += self._in_flight is not None and self._in_flight.tokens.is_ready()

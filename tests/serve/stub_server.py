@@ -5,6 +5,7 @@ python tests/serve/stub_server.py --sequences 64 --step-ms 1.5 --http-processes 
 
 import argparse
 import gc
+import math
 import os
 import signal
 import sys
@@ -26,10 +27,12 @@ def main() -> None:
     parser.add_argument("--sequences", type=int, default=4)
     parser.add_argument("--max-waiting", type=int, default=256)
     parser.add_argument("--step-ms", type=float, default=1.5)
+    parser.add_argument("--num-steps", type=float, default=math.inf, help="after which the engine fails")
     parser.add_argument("--http-processes", type=int, default=2)
     options = parser.parse_args()
     count = options.sequences
-    engine = StubEngine(EngineConfig(32 * count + 64, 16, count, max(512, count), True), options.step_ms / 1e3)
+    sizes = EngineConfig(32 * count + 64, 16, count, max(512, count), True)
+    engine = StubEngine(sizes, options.step_ms / 1e3, options.num_steps)
     listener = bind("127.0.0.1", 0)
     address = listener.getsockname()
     with front_processes(options.http_processes, listener) as fronts:

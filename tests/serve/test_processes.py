@@ -159,3 +159,51 @@ def test_a_front_process_imports_no_jax(stub):
     server = stub()
     assert all("jaxlib" not in Path(f"/proc/{pid}/maps").read_text() for pid in server.fronts)
     assert "jaxlib" in Path(f"/proc/{server.process.pid}/maps").read_text()
+
+
+def test_a_stopped_front_loses_no_token_and_does_not_hold_up_the_others(stub):
+    server = stub("--step-ms", "0.2")
+    connections = server.connections_of_both()
+    body = json.dumps(BODY | {"max_tokens": 1500, "n": 2, "stream_options": {"include_usage": True}})
+    for connection in connections.values():
+        connection.request("POST", "/v1/completions", body, {"Content-Type": "application/json"})
+    stopped, other = connections
+    answers = {pid: connection.getresponse() for pid, connection in connections.items()}
+    os.kill(stopped, signal.SIGSTOP)
+    try:
+        assert b'"completion_tokens": 3000' in answers[other].read()
+    finally:
+        os.kill(stopped, signal.SIGCONT)
+    assert b'"completion_tokens": 3000' in answers[stopped].read()
+
+
+def test_an_engine_that_fails_is_told_to_every_client(stub):
+    server = stub("--num-steps", "50")
+    connections = server.connections_of_both().values()
+    response = server.open()
+    text = response.read()
+    assert b"the engine has ended: RuntimeError: the device is lost" in text and b"[DONE]" not in text
+    refused = server.open()
+    assert refused.status == 503 and b"the device is lost" in refused.read()
+    for connection in connections:
+        connection.request("GET", "/health")
+        health = connection.getresponse()
+        health.read()
+        assert health.status == 503
+    server.process.send_signal(signal.SIGTERM)
+    assert "the device is lost" in server.process.communicate(timeout=20)[1]
+    assert server.process.returncode == -signal.SIGTERM
+    wait_gone(server.fronts)
+
+
+def test_the_first_interrupt_lets_answers_end_and_the_second_one_does_not(stub):
+    for count in (1, 2):
+        server = stub("--step-ms", "1")
+        response = server.open(max_tokens=1500)
+        for _ in range(count):
+            server.process.send_signal(signal.SIGINT)
+            time.sleep(0.1)  # two signals that wait together are one
+        assert response.read().endswith(b"data: [DONE]\n\n") == (count == 1)
+        server.process.communicate(timeout=20)
+        assert server.process.returncode == -signal.SIGINT
+        wait_gone(server.fronts)
