@@ -7,9 +7,7 @@ The API key comes from the environment variable XLA_ATTENTION_API_KEY.
 """
 
 import argparse
-import gc
 import os
-import signal
 import socket
 import sys
 from pathlib import Path
@@ -17,7 +15,7 @@ from pathlib import Path
 from tqdm import tqdm
 
 from generate import DTYPES, UsageError, positive, select_devices
-from serve.processes import FrontLostError, default_count, front_processes
+from serve.processes import FrontLostError, default_count, end_by, front_processes
 from serve.processes import serve as serve_engine
 
 
@@ -88,9 +86,6 @@ def serve(options: argparse.Namespace) -> int | None:
     with front_processes(options.http_processes, listener) as fronts:
         for _ in tqdm(engine.compile_all(), total=engine.num_programs, desc="compiling", unit="program"):
             pass
-        # A collection need not look at what is here to stay.
-        gc.collect()
-        gc.freeze()
         api_key = os.environ.get("XLA_ATTENTION_API_KEY")
         capacity = capacity_of(engine)
         settings = FrontSettings(path.stem, checkpoint.tokenizer, capacity, api_key, options.drain_seconds)
@@ -114,8 +109,7 @@ def main(arguments: list[str] | None = None) -> int:
         print(f"error: {error}", file=sys.stderr)
         return 1
     if number is not None:
-        signal.signal(number, signal.SIG_DFL)
-        signal.raise_signal(number)
+        end_by(number)
     return 0
 
 

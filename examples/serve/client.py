@@ -137,16 +137,16 @@ class EngineClient(asyncio.Protocol):
     async def _ask(self, kind: str, *values: Any) -> Any:
         if self._transport.is_closing():
             raise EngineDeadError(self.error)
-        ticket = next(self._numbers)
-        self._answers[ticket] = asyncio.get_running_loop().create_future()
-        self._transport.write(encode((kind, ticket, *values)))
+        request_id = next(self._numbers)
+        self._answers[request_id] = asyncio.get_running_loop().create_future()
+        self._transport.write(encode((kind, request_id, *values)))
         try:
-            return await self._answers[ticket]
+            return await self._answers[request_id]
         finally:
-            self._answers.pop(ticket, None)
+            self._answers.pop(request_id, None)
 
-    def _answer(self, ticket: int, value: Any) -> None:
-        future = self._answers.get(ticket)
+    def _answer(self, request_id: int, value: Any) -> None:
+        future = self._answers.get(request_id)
         if future is None or future.done():
             return
         if isinstance(value, Exception):

@@ -3,13 +3,13 @@
 A message begins with its kind. Fronts send
 
     ("ready",)
-    ("submit", ticket, time of arrival, [(id, `Prompt`), ...])
+    ("submit", request_id, time of arrival, [(id, `Prompt`), ...])
     ("cancel", id)
-    ("metrics", ticket)
+    ("metrics", request_id)
 
 and the engine's process sends `FrontSettings` as the first message, and then
 
-    ("answer", ticket, value)             None to "submit", an exception if it is refused
+    ("answer", request_id, value)             None to "submit", an exception if it is refused
     ("tokens", [Delivery, ...])           of one step or of several
     ("fail", text)                        the engine has ended
     ("stop",)                             end after the open answers

@@ -1,5 +1,6 @@
 """Starts the front processes beside the engine, and ends all of them together."""
 
+import gc
 import os
 import signal
 import socket
@@ -91,6 +92,9 @@ def serve(
     address: tuple[str, int],
 ) -> int | None:
     """Serve until SIGTERM or SIGINT, whose number is returned; `FrontLostError` if a front process ends before."""
+    # A collection need not look at what is here to stay.
+    gc.collect()
+    gc.freeze()
     # Imported here, because the engine's module selects the platform.
     from .messages import encode
     from .service import Service
@@ -110,3 +114,9 @@ def serve(
         lost = fronts[service.lost_front].process
         raise FrontLostError(f"front process {lost.pid} has ended with exit code {lost.wait(EXIT_SECONDS)}")
     return service.signal
+
+
+def end_by(number: int) -> None:
+    """End this process by a signal that it has caught before."""
+    signal.signal(number, signal.SIG_DFL)
+    signal.raise_signal(number)

@@ -216,20 +216,20 @@ class Service:
         if all(other.is_ready for other in self._fronts):
             self._announce()
 
-    def _on_submit(self, front: Front, ticket: int, started: float, prompts: list[tuple[int, Prompt]]) -> None:
+    def _on_submit(self, front: Front, request_id: int, started: float, prompts: list[tuple[int, Prompt]]) -> None:
         """Take the sequences of one request, all or none. Here alone the sequences of all fronts are counted."""
         count = len(self._active)
         if self.error is not None:
-            self._send(front, ("answer", ticket, EngineDeadError(self.error)))
+            self._send(front, ("answer", request_id, EngineDeadError(self.error)))
         elif count + len(prompts) > self._limit:
             text = f"{count} sequences are running or waiting, at most {self._limit} can"
-            self._send(front, ("answer", ticket, QueueFullError(text)))
+            self._send(front, ("answer", request_id, QueueFullError(text)))
         else:
             for number, prompt in prompts:
                 sequence = self._engine.add(prompt.tokens, prompt.max_new_tokens, prompt.sampling, prompt.stop_tokens)
                 self._active[sequence] = front.generations[number] = Generation(number, front, started, sequence)
                 self._prompt_tokens += len(prompt.tokens)
-            self._send(front, ("answer", ticket, None))
+            self._send(front, ("answer", request_id, None))
 
     def _on_cancel(self, front: Front, number: int) -> None:
         if generation := front.generations.pop(number, None):
@@ -238,8 +238,8 @@ class Service:
             if self._active.pop(generation.sequence, None):
                 self._engine.scheduler.cancel(generation.sequence)
 
-    def _on_metrics(self, front: Front, ticket: int) -> None:
-        self._send(front, ("answer", ticket, self._snapshot()))
+    def _on_metrics(self, front: Front, request_id: int) -> None:
+        self._send(front, ("answer", request_id, self._snapshot()))
 
     def _snapshot(self) -> Snapshot:
         scheduler, stats = self._engine.scheduler, self._engine.stats

@@ -4,10 +4,7 @@ python tests/serve/stub_server.py --sequences 64 --step-ms 1.5 --http-processes 
 """
 
 import argparse
-import gc
 import math
-import os
-import signal
 import sys
 from pathlib import Path
 
@@ -15,7 +12,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "examples"))
 
 from llama.engine import EngineConfig
 from serve.messages import FrontSettings
-from serve.processes import FrontLostError, front_processes, serve
+from serve.processes import FrontLostError, end_by, front_processes, serve
 from serve.service import capacity_of
 from server import bind
 from stub_engine import StubEngine, word_tokenizer
@@ -36,15 +33,12 @@ def main() -> None:
     listener = bind("127.0.0.1", 0)
     address = listener.getsockname()
     with front_processes(options.http_processes, listener) as fronts:
-        gc.collect()
-        gc.freeze()
         settings = FrontSettings("stub", word_tokenizer(), capacity_of(engine), None, 3)
         try:
             number = serve(engine, settings, fronts, options.max_waiting, address)
         except FrontLostError as error:
             sys.exit(f"error: {error}")
-    signal.signal(number, signal.SIG_DFL)
-    os.kill(os.getpid(), number)
+    end_by(number)
 
 
 if __name__ == "__main__":
