@@ -4,6 +4,7 @@
 //! An image is read by unpacking its group up to the image's end, so groups are small enough for that to take milliseconds.
 
 use crate::kernels::{Compiled, Image, in_parallel};
+use crate::process;
 use crate::variants::Variant;
 use anyhow::Result;
 use sha2::{Digest, Sha256};
@@ -94,17 +95,18 @@ fn compress(group: &Group, cache: &Path) -> Result<String> {
         for image in &group.images {
             bytes.extend(fs::read(cache.join(&image.file))?);
         }
-        // Renamed into place, so that an interrupted build leaves no part of it.
-        let temporary = path.with_added_extension(std::process::id().to_string());
-        fs::write(&temporary, zstd::bulk::compress(&bytes, LEVEL)?)?;
-        fs::rename(&temporary, &path)?;
+        process::write(&path, zstd::bulk::compress(&bytes, LEVEL)?)?;
     }
     Ok(file)
 }
 
 impl Packed {
-    /// The Rust source of the array of groups. It names the cache by an environment variable, so that the cache may move.
+    /// The Rust source of the array of groups, if there are any. It names the cache by an environment variable, so that the
+    /// cache may move.
     pub(crate) fn groups(&self) -> String {
+        if self.files.is_empty() {
+            return String::new();
+        }
         let mut text = format!("static IMAGE_GROUPS: [&[u8]; {}] = [\n", self.files.len());
         for file in &self.files {
             let _ = writeln!(text, "    include_bytes!(concat!(env!(\"XLA_ATTENTION_KERNELS\"), \"/{file}\")),");

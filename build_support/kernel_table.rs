@@ -48,15 +48,12 @@ pub(crate) fn build(mut table: Table, is_documentation: bool, headers: &Path, ou
     let mut compiled = compiled.iter();
     let rows: Vec<String> = variants
         .iter()
-        .filter_map(|variant| {
-            if variant.kernel.sass.is_empty() {
-                Some(without_image(variant))
-            } else {
-                compiled.next().map(|compiled| row(variant, compiled, &packed))
-            }
+        .map(|variant| {
+            let compiled = if variant.kernel.sass.is_empty() { None } else { compiled.next() };
+            row(variant, compiled, &packed)
         })
         .collect();
-    let groups = if built.is_empty() { String::new() } else { packed.groups() };
+    let groups = packed.groups();
     let text =
         format!("pub(crate) static ARCHITECTURES: &str = {setting:?};\n\n{groups}\n{}", generated(&table, &rows));
     fs::write(out.join("variants.rs"), text)?;
@@ -89,10 +86,10 @@ fn capabilities(setting: &str) -> Result<Option<Vec<u32>>> {
         })
 }
 
-/// The row of a compiled variant.
-fn row(variant: &Variant, compiled: &Compiled, packed: &Packed) -> String {
+/// The row of a variant; `None` for one that is left out.
+fn row(variant: &Variant, compiled: Option<&Compiled>, packed: &Packed) -> String {
     let (mut cubins, mut resources) = (String::new(), String::new());
-    for (arch, cubin) in variant.kernel.sass.iter().zip(&compiled.cubins) {
+    for (arch, cubin) in variant.kernel.sass.iter().zip(compiled.iter().flat_map(|compiled| &compiled.cubins)) {
         let Cubin { image, registers, spill_bytes, smem_bytes } = cubin;
         let _ = write!(cubins, "(\"{arch}\", {}), ", packed.expression(image));
         let _ = write!(
@@ -100,21 +97,14 @@ fn row(variant: &Variant, compiled: &Compiled, packed: &Packed) -> String {
             "(\"{arch}\", Resources {{ registers: {registers}, spill_bytes: {spill_bytes}, smem_bytes: {smem_bytes} }}), "
         );
     }
+    let (version, ptx) = match compiled {
+        Some(compiled) => (compiled.ptx_version.as_str(), packed.expression(&compiled.ptx)),
+        None => ("", "CompressedImage { group: &[], offset: 0, len: 0 }".into()),
+    };
     let (name, target) = (variant.name(), &variant.kernel.target);
     format!(
-        "    Variant {{ name: {name:?}, entry: c\"xa_{name}\", target: {target:?}, ptx_version: {:?}, ptx: {}, \
-         cubins: &[{cubins}], resources: &[{resources}] }},\n",
-        compiled.ptx_version,
-        packed.expression(&compiled.ptx),
-    )
-}
-
-/// The row of a variant that is left out.
-fn without_image(variant: &Variant) -> String {
-    let (name, target) = (variant.name(), &variant.kernel.target);
-    format!(
-        "    Variant {{ name: {name:?}, entry: c\"xa_{name}\", target: {target:?}, ptx_version: \"\", \
-         ptx: CompressedImage {{ group: &[], offset: 0, len: 0 }}, cubins: &[], resources: &[] }},\n"
+        "    Variant {{ name: {name:?}, entry: c\"xa_{name}\", target: {target:?}, ptx_version: {version:?}, ptx: {ptx}, \
+         cubins: &[{cubins}], resources: &[{resources}] }},\n"
     )
 }
 

@@ -28,15 +28,15 @@ pub(crate) fn target_folder(out: &Path) -> &Path {
     out.ancestors().filter(|folder| folder.join("CACHEDIR.TAG").exists()).last().unwrap_or(out)
 }
 
-/// Writes a file unless it has this text already. The file is replaced atomically, because another build may read it.
+/// Writes a file unless it has these contents already. The file is replaced atomically, because another build may read it.
 #[cfg(feature = "cuda")]
-pub(crate) fn write(path: &Path, text: &str) -> Result<()> {
+pub(crate) fn write(path: &Path, contents: impl AsRef<[u8]>) -> Result<()> {
     use std::fs;
-    if fs::read_to_string(path).is_ok_and(|there| there == text) {
+    if fs::read(path).is_ok_and(|there| there == contents.as_ref()) {
         return Ok(());
     }
     fs::create_dir_all(path.parent().unwrap_or(path))?;
     let temporary = path.with_added_extension(std::process::id().to_string());
-    fs::write(&temporary, text)?;
+    fs::write(&temporary, contents)?;
     fs::rename(&temporary, path).with_context(|| path.display().to_string())
 }
