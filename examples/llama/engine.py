@@ -19,7 +19,8 @@ import numpy as np
 from .batch import BatchBuilder, StepBatch, pack, unpack
 from .config import LlamaConfig
 from .model import Attend, Predicted, StepState, make_caches, step, update_and_attend, update_and_attend_by_row
-from .sampling import Sampled, Sampling, make_counts, sample
+from .options import Sampling
+from .sampling import Sampled, make_counts, sample
 from .scheduler import Chunk, RequestError, Scheduler, Sequence
 from .spread import Spread
 from .weights import LlamaWeights

@@ -10,7 +10,6 @@ import jax.numpy as jnp
 import numpy as np
 
 from .options import MAX_TOP_LOGPROBS
-from .options import Sampling as Sampling  # for the callers of `sample`
 
 
 class SamplingBatch(NamedTuple):

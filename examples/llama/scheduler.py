@@ -15,8 +15,8 @@ from collections import deque
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
+from .options import Sampling
 from .pages import PageAllocator, page_key
-from .sampling import Sampling
 
 # The place of a token that a step still computes.
 UNKNOWN = -1

@@ -11,7 +11,8 @@ from tiny_llama import dense_logits, expected_tokens, tiny_weights
 from llama.batch import BatchBuilder  # isort: skip
 from llama.checkpoint import load_checkpoint  # isort: skip
 from llama.engine import Engine, EngineConfig  # isort: skip
-from llama.sampling import Sampling, gumbel, make_counts, sample  # isort: skip
+from llama.options import Sampling  # isort: skip
+from llama.sampling import gumbel, make_counts, sample  # isort: skip
 from llama.scheduler import Chunk, Sequence  # isort: skip
 
 VOCABULARY, SLOTS = 40, 4
