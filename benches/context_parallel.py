@@ -3,7 +3,8 @@
 Each case runs on one GPU and, by every strategy that computes it, on all. Efficiency is the time on one GPU, divided by
 the number of GPUs, relative to the time on all. A peer is JAX's own attention with q, k and v sharded by rows, whose
 collectives XLA chooses. Results are compared with those of one GPU before anything is timed. Timing is that of
-prefill_jax.py. The last line has all results as JSON. The word "tiny" shrinks the cases, for a run on CPU devices.
+prefill_jax.py, with fewer calls per round where they are long. The last line has all results as JSON. The word "tiny"
+shrinks the cases, for a run on CPU devices.
 """
 
 import dataclasses
@@ -11,6 +12,7 @@ import functools
 import json
 import sys
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any, NamedTuple
 
 import jax
@@ -26,6 +28,7 @@ from prefill_jax import relative_error, seconds
 Q_HEADS, KV_HEADS, HEAD_DIM, PAGE_SIZE = 32, 8, 128, 64
 TOLERANCE = 2e-2
 AXIS = "cp"
+ROUND_SECONDS = 0.3
 STRATEGIES = [("ring", "zigzag"), ("ring", "contiguous"), ("all_gather", "zigzag"), ("all_to_all", "contiguous")]
 K = 1024
 
@@ -128,12 +131,19 @@ def calls_of(case, mesh):
     return calls, douts
 
 
+def compiled(call):
+    """The program of a call."""
+    return jax.jit(call.function).lower(*call.operands).compile()
+
+
 def agreeing(calls):
     """The jitted calls that run and agree with one GPU."""
     kept, expected = {}, None
-    for name, (function, operands, inverse) in calls.items():
-        call = jax.jit(function)
+    with ThreadPoolExecutor() as pool:
+        programs = {name: pool.submit(compiled, call) for name, call in calls.items()}
+    for name, (_, operands, inverse) in calls.items():
         try:
+            call = programs[name].result()
             results = jax.block_until_ready(call(*operands))
         except Exception as error:
             report_failure(name, error)
@@ -186,7 +196,7 @@ def decode_calls(case, mesh):
 
 def report(name, calls, count):
     """Time the calls and print a line."""
-    times = seconds(calls, ())
+    times = seconds(calls, (), ROUND_SECONDS)
     single = times.get("one GPU")
     text = f"{name:20}"
     for call, taken in times.items():

@@ -7,6 +7,7 @@ has all results as JSON.
 
 import functools
 import json
+import math
 import statistics
 import time
 
@@ -117,17 +118,19 @@ def agreeing(calls, operands):
     return agreeing_calls(calls, run, lambda result, expected: float(relative_error(result, expected)), 2e-2)
 
 
-def seconds(calls, operands):
-    """The median time of each call, measured in interleaved rounds."""
+def seconds(calls, operands, round_seconds=math.inf):
+    """The median time of each call, in interleaved rounds of CALLS calls, or of as many as fit into `round_seconds`."""
     times = {name: [] for name in calls}
     for _ in range(ROUNDS):
         for name, call in calls.items():
+            start = time.perf_counter()
             jax.block_until_ready(call(*operands))
+            count = max(1, min(CALLS, int(round_seconds / (time.perf_counter() - start))))
             time.sleep(PAUSE_SECONDS)
             start = time.perf_counter()
-            results = [call(*operands) for _ in range(CALLS)]
+            results = [call(*operands) for _ in range(count)]
             jax.block_until_ready(results)
-            times[name].append((time.perf_counter() - start) / CALLS)
+            times[name].append((time.perf_counter() - start) / count)
     return {name: statistics.median(taken) for name, taken in times.items()}
 
 

@@ -1,5 +1,6 @@
 """Batches over a cache that is spread over devices, for context_parallel_decode_program.py."""
 
+import os
 from typing import NamedTuple
 
 import jax
@@ -8,7 +9,8 @@ import numpy as np
 
 from xla_attention.jax import context_parallel_block_tables, flash_attn_varlen, kv_cache_update
 
-PAGE_SIZE, DEVICES, SCALE = 4, 4, 0.3
+PAGE_SIZE, SCALE = 4, 0.3
+DEVICES = int(os.environ.get("CONTEXT_PARALLEL_DEVICES", "4"))
 LENGTHS = range(2 * DEVICES * PAGE_SIZE + 2)  # from 0 to two pages on each device and one token
 
 

@@ -1,4 +1,4 @@
-"""Runs context_parallel_paged_attention on four devices; test_context_parallel_decode.py runs it as a subprocess.
+"""Runs context_parallel_paged_attention on DEVICES devices; test_context_parallel_decode.py runs it as a subprocess.
 
     context_parallel_decode_program.py cpu|gpu (CASE|generation) ...
 
@@ -154,7 +154,9 @@ def generate(devices):
 
     The second layer passes new keys and values to the attention, the first does not.
     """
-    page_size, pages, kv_heads, d = 2, 32, 2, 16
+    page_size, kv_heads, d = 2, 2, 16
+    columns = 24 // DEVICES  # for 48 tokens per sequence
+    pages = 5 * columns + 2
     mesh = Mesh(devices[:DEVICES], ("cp",))
 
     def on_one(_, query, cache, key, value, lens, tables):
@@ -172,7 +174,7 @@ def generate(devices):
     rng = np.random.default_rng(2)
     start = np.array([0, 3, 7, 8, 21], np.int32)
     x = states = jnp.array(rng.standard_normal((5, 128), np.float32))
-    tables = rng.permutation(pages)[:30].reshape(5, 6).astype(np.int32)
+    tables = rng.permutation(pages)[: 5 * columns].reshape(5, columns).astype(np.int32)
     whole = [jnp.array(rng.standard_normal((pages, DEVICES * page_size, 2 * kv_heads, d), np.float32)) for _ in "12"]
     spread = [x.reshape(pages, DEVICES, page_size, *x.shape[2:]).swapaxes(0, 1) for x in whole]
     caches = [jax.device_put(x.reshape(-1, *x.shape[2:]), NamedSharding(mesh, P("cp"))) for x in spread]
