@@ -1,10 +1,11 @@
 """Context parallelism over all GPUs of this machine: `make bench ARGS="context_parallel.py word ..."`.
 
-Each case runs on one GPU and, by every strategy that computes it, on all. Efficiency is the time on one GPU, divided by
-the number of GPUs, relative to the time on all. A peer is JAX's own attention with q, k and v sharded by rows, whose
-collectives XLA chooses. Results are compared with those of one GPU before anything is timed. Timing is that of
-prefill_jax.py, with fewer calls per round where they are long. The last line has all results as JSON. The word "tiny"
-shrinks the cases, for a run on CPU devices.
+Each case runs on one GPU, on every GPU at the same time as a whole, and by every strategy that computes it, on all
+together. Efficiency is the time on one GPU, divided by the number of GPUs, relative to the time on all; a second figure
+takes the time on every GPU instead, which is that of the slowest and has no communication. A peer is JAX's own
+attention with q, k and v sharded by rows, whose collectives XLA chooses. Results are compared with those of one GPU
+before anything is timed. Timing is that of prefill_jax.py, with fewer calls per round where they are long. The last
+line has all results as JSON. The word "tiny" shrinks the cases, for a run on CPU devices.
 """
 
 import dataclasses
@@ -29,6 +30,7 @@ Q_HEADS, KV_HEADS, HEAD_DIM, PAGE_SIZE = 32, 8, 128, 64
 TOLERANCE = 2e-2
 AXIS = "cp"
 ROUND_SECONDS = 0.3
+ONE, EVERY = "one GPU", "every GPU"
 STRATEGIES = [("ring", "zigzag"), ("ring", "contiguous"), ("all_gather", "zigzag"), ("all_to_all", "contiguous")]
 K = 1024
 
@@ -116,7 +118,7 @@ def calls_of(case, mesh):
     one = functools.partial(xa.flash_attn_varlen, cu_seqlens_q=starts, max_seqlen_q=max(case.lens), **case.options())
     rows = NamedSharding(mesh, P(AXIS))
     spread = [jax.device_put(x, rows) for x in operands]
-    calls, douts = {"one GPU": Call(one, operands[1:])}, {"one GPU": operands[0]}
+    calls, douts = {ONE: Call(one, operands[1:])}, {ONE: operands[0]}
 
     def add(name, function, placed, inverse=None):
         calls[name], douts[name] = Call(function, placed[1:], inverse), placed[0]
@@ -155,7 +157,17 @@ def agreeing(calls):
             print(f"  {name} differs from one GPU by {error:.1e} and is not timed", flush=True)
             continue
         kept[name] = functools.partial(call, *operands)
+    kept[EVERY] = on_every_device(calls[ONE])
     return kept
+
+
+def on_every_device(call):
+    """A function that makes the whole call on every device."""
+    programs = []
+    for device in jax.devices():
+        operands = [jax.device_put(x, device) for x in call.operands]
+        programs.append(functools.partial(compiled(call._replace(operands=operands)), *operands))
+    return lambda: [program() for program in programs]
 
 
 def decode_calls(case, mesh):
@@ -187,7 +199,7 @@ def decode_calls(case, mesh):
     specs = P(None, AXIS), P(None, None, AXIS)
     by_heads = [jax.device_put(x, NamedSharding(mesh, spec)) for x, spec in zip((query, cache), specs, strict=True)]
     return {
-        "one GPU": Call(one, (query, cache, order)),
+        ONE: Call(one, (query, cache, order)),
         "heads cut": Call(one, (*by_heads, order)),
         "pages cut, heads scattered": Call(cut(True), spread),
         "pages cut, all heads": Call(cut(False), spread),
@@ -197,11 +209,12 @@ def decode_calls(case, mesh):
 def report(name, calls, count):
     """Time the calls and print a line."""
     times = seconds(calls, (), ROUND_SECONDS)
-    single = times.get("one GPU")
     text = f"{name:20}"
     for call, taken in times.items():
-        share = "" if call == "one GPU" or single is None else f" ({single / count / taken:.2f})"
-        text += f" | {call} {1e3 * taken:.3f} ms{share}"
+        shares = (
+            "" if call in (ONE, EVERY) else f" ({times[ONE] / count / taken:.2f}, {times[EVERY] / count / taken:.2f})"
+        )
+        text += f" | {call} {1e3 * taken:.3f} ms{shares}"
     print(text, flush=True)
     return {"case": name, "milliseconds": {call: 1e3 * taken for call, taken in times.items()}}
 
