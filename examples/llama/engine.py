@@ -1,32 +1,30 @@
-"""Runs the schedule: compiled steps, the state on the device, and statistics.
+"""Runs the schedule: what each step computes, its results, and statistics.
 
-A step is scheduled and launched while the one before it runs: the tokens that it needs are on the device already. The
-results are read one step late, so a sequence that a stop token ends has one more row computed, which is dropped.
+A step is scheduled and launched while those before it run: the tokens that it needs are on the device already. The
+results are read two steps late, so that neither the device nor the launching thread waits for what is done with them. A
+sequence that a stop token ends has up to two more rows computed, which are dropped.
 """
 
-import os
 import time
+from collections import deque
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor, as_completed
+from concurrent.futures import Future
 from dataclasses import dataclass, field
-from functools import partial
 from typing import NamedTuple
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
-from .batch import BatchBuilder, StepBatch, pack, unpack
+from .batch import BatchBuilder
 from .config import LlamaConfig
-from .model import Attend, Predicted, StepState, make_caches, step, update_and_attend, update_and_attend_by_row
 from .options import Sampling
-from .sampling import Sampled, make_counts, sample
+from .programs import Results, StepPrograms
 from .scheduler import Chunk, RequestError, Scheduler, Sequence
 from .spread import Spread
 from .weights import LlamaWeights
 
-# Programs that are compiled at one time.
-MAX_COMPILING = 8
+# Steps that are launched before the results of the one before them are read.
+READ_LAG = 2
 
 
 @dataclass(frozen=True)
@@ -69,8 +67,7 @@ class Launched:
 
     chunks: list[Chunk]
     start: float
-    tokens: jax.Array
-    sampled: Sampled | None
+    results: Future[Results]
 
 
 @dataclass
@@ -140,30 +137,16 @@ class Engine:
         self.max_pages_per_seq = min(sizes.num_pages, -(-config.context_length // sizes.page_size))
         self.stats = EngineStats()
         self.scheduler = self.new_scheduler(sizes.num_pages, sizes.token_budget, stop_tokens)
-        make = make_caches
-        attend = update_and_attend_by_row if sizes.batch_invariant else update_and_attend
-        if spread is not None:
-            weights, make, attend = spread.place_weights(weights), spread.make_caches, spread.attend
-        self._weights = weights
-        self._state = StepState(
-            make(config, sizes.num_pages, sizes.page_size, weights.embed.dtype),
-            jnp.zeros(sizes.max_num_seqs, jnp.int32),
-            make_counts(sizes.max_num_seqs, config.vocab_size),
-        )
-        if spread is not None:
-            on_all = jax.device_put(self._state[1:], spread.sharding())
-            self._state = StepState(self._state.caches, *on_all)
-        self._attend = attend
         self._builder = BatchBuilder(sizes.max_num_seqs, self.max_pages_per_seq, sizes.page_size)
-        self._steps: dict[int, jax.stages.Compiled] = {}
-        self._samplers: dict[int, jax.stages.Compiled] = {}
-        self._in_flight: Launched | None = None
+        cache_shape = sizes.num_pages, sizes.page_size
+        self._programs = StepPrograms(config, weights, self._builder, cache_shape, sizes.batch_invariant, spread)
+        self._in_flight: deque[Launched] = deque()
         self._last_read = 0.0
 
     @property
     def caches(self) -> list[jax.Array]:
         """One `[P, page_size, 2 * Hkv, D]` per layer; every step writes them in place."""
-        return self._state.caches
+        return self._programs.caches
 
     def new_scheduler(self, num_pages: int, token_budget: int, stop_tokens: frozenset[int]) -> Scheduler:
         """A scheduler whose batches the compiled steps of this engine accept: at most its pages and its budget."""
@@ -197,7 +180,7 @@ class Engine:
     @property
     def has_work(self) -> bool:
         """Whether a sequence is left or a step has not been read."""
-        return self.scheduler.has_work or self._in_flight is not None
+        return self.scheduler.has_work or bool(self._in_flight)
 
     def run(
         self,
@@ -215,11 +198,13 @@ class Engine:
         return sorted(self.scheduler.finished, key=lambda sequence: sequence.index)
 
     def step(self, on_compile: Callable[[int], None] | None = None) -> list[Token]:
-        """Launch the next step, if there is one, and then read the one launched by the call before: its tokens."""
+        """Launch the next step, if there is one, and then read the oldest one, if it is time: its tokens."""
         chunks = self.scheduler.schedule() if self.scheduler.has_work else []
-        launched = self._launch(chunks, on_compile) if chunks else None
-        to_read, self._in_flight = self._in_flight, launched
-        return self._read(to_read) if to_read else []
+        if chunks:
+            self._in_flight.append(self._launch(chunks, on_compile))
+        if self._in_flight and (not chunks or len(self._in_flight) > READ_LAG):
+            return self._read(self._in_flight.popleft())
+        return []
 
     @property
     def num_programs(self) -> int:
@@ -232,27 +217,12 @@ class Engine:
         The threads that do it have JAX's global configuration, not what a context manager of the caller changes.
         """
         start = time.perf_counter()
-        buckets = self._buckets()
-        with ThreadPoolExecutor(min(os.cpu_count() or 1, MAX_COMPILING)) as pool:
-            steps = {pool.submit(self._compiled_step, b): b for b in buckets if b not in self._steps}
-            for done in as_completed(steps):
-                self._steps[steps[done]] = done.result()
-                yield steps[done]
-            # The first executions load kernels. They come when no thread needs the state, which they donate.
-            predicted = {bucket: self._execute_padding(bucket) for bucket in buckets}
-            samplers = {
-                pool.submit(self._compiled_sampler, b, predicted[b]): b for b in buckets if b not in self._samplers
-            }
-            for done in as_completed(samplers):
-                self._samplers[samplers[done]] = done.result()
-                yield samplers[done]
-        for bucket in buckets:
-            jax.block_until_ready(self._sample(bucket, predicted[bucket], []))
+        yield from self._programs.compile_all(self._buckets())
         self.stats.compile_seconds += time.perf_counter() - start
 
     def compiled_text(self) -> str:
         """The optimised HLO of the smallest step compiled so far; a step must have been compiled."""
-        return self._steps[min(self._steps)].as_text()
+        return self._programs.compiled_text()
 
     def _buckets(self) -> list[int]:
         largest = self._bucket(self.sizes.token_budget)
@@ -264,30 +234,27 @@ class Engine:
 
     def _launch(self, chunks: list[Chunk], on_compile: Callable[[int], None] | None) -> Launched:
         bucket = self._bucket(sum(chunk.length for chunk in chunks))
-        is_sampled = not all(chunk.sequence.sampling.is_argmax for chunk in chunks)
-        if bucket not in self._steps or (is_sampled and bucket not in self._samplers):
+        samples = not all(chunk.sequence.sampling.is_argmax for chunk in chunks)
+        if not self._programs.is_compiled(bucket, samples):
             if on_compile:
                 on_compile(bucket)
-            if bucket not in self._steps:
-                self._compile(bucket)
-            if is_sampled:
-                self._compile_sampler(bucket)
+            start = time.perf_counter()
+            self._programs.compile(bucket, samples)
+            self.stats.compile_seconds += time.perf_counter() - start
         start = time.perf_counter()
         batch = self._builder.build(chunks, bucket)
-        self.stats.late_steps += self._in_flight is not None and self._in_flight.tokens.is_ready()
-        predicted = self._execute(bucket, batch)
-        sampled = self._sample(bucket, predicted, chunks) if is_sampled else None
-        tokens = predicted.tokens if sampled is None else sampled.tokens
-        for array in (tokens, *(sampled or ())):
-            array.copy_to_host_async()
+        options = self._builder.build_sampling(chunks, bucket) if samples else None
+        results = self._programs.launch(bucket, batch, options, bool(self._in_flight))
         self.scheduler.advance(chunks)
-        return Launched(chunks, start, tokens, sampled)
+        return Launched(chunks, start, results)
 
     def _read(self, launched: Launched) -> list[Token]:
-        chunks, sampled = launched.chunks, launched.sampled
-        tokens = np.asarray(launched.tokens)[: len(chunks)].tolist()
+        chunks, results = launched.chunks, launched.results.result()
+        sampled = results.sampled
+        tokens = np.asarray(results.tokens)[: len(chunks)].tolist()
         now = time.perf_counter()
         self.stats.record(chunks, now - max(launched.start, self._last_read))
+        self.stats.late_steps += results.is_late
         self._last_read = now
         logprobs = None
         if any(chunk.sequence.sampling.logprobs for chunk in chunks):
@@ -301,58 +268,3 @@ class Engine:
             else:
                 given.append(Token(sequence, tokens[index]))
         return given
-
-    def _compile(self, bucket: int) -> None:
-        start = time.perf_counter()
-        self._steps[bucket] = self._compiled_step(bucket)
-        self._execute_padding(bucket)
-        self.stats.compile_seconds += time.perf_counter() - start
-
-    def _compile_sampler(self, bucket: int) -> None:
-        start = time.perf_counter()
-        predicted = self._execute_padding(bucket)
-        self._samplers[bucket] = self._compiled_sampler(bucket, predicted)
-        jax.block_until_ready(self._sample(bucket, predicted, []))
-        self.stats.compile_seconds += time.perf_counter() - start
-
-    def _compiled_step(self, bucket: int) -> jax.stages.Compiled:
-        sizes = bucket, self._builder.num_entries(bucket), self.max_pages_per_seq
-        run = partial(packed_step, self.config, self._attend, sizes)
-        shardings = jax.tree.map(lambda array: array.sharding, self._state)
-        jitted = jax.jit(run, donate_argnums=1, out_shardings=(None, shardings))
-        empty = pack(self._builder.build([], bucket))
-        return jitted.lower(self._weights, self._state, empty).compile()
-
-    def _compiled_sampler(self, bucket: int, predicted: Predicted) -> jax.stages.Compiled:
-        options = self._builder.build_sampling([], bucket)
-        arguments = self._state.counts, self._state.last_tokens, predicted.logits, predicted.token_ids, options
-        return jax.jit(sample, donate_argnums=(0, 1)).lower(*arguments).compile()
-
-    def _execute_padding(self, bucket: int) -> Predicted:
-        """Run a step of padding rows, which writes no cache entry."""
-        return jax.block_until_ready(self._execute(bucket, self._builder.build([], bucket)))
-
-    def _execute(self, bucket: int, batch: StepBatch) -> Predicted:
-        predicted, self._state = self._steps[bucket](self._weights, self._state, pack(batch))
-        return predicted
-
-    def _sample(self, bucket: int, predicted: Predicted, chunks: list[Chunk]) -> Sampled:
-        options = self._builder.build_sampling(chunks, bucket)
-        counts, last_tokens = self._state.counts, self._state.last_tokens
-        sampled, counts, last_tokens = self._samplers[bucket](
-            counts, last_tokens, predicted.logits, predicted.token_ids, options
-        )
-        self._state = self._state._replace(counts=counts, last_tokens=last_tokens)
-        return sampled
-
-
-def packed_step(
-    config: LlamaConfig,
-    attend: Attend,
-    sizes: tuple[int, int, int],
-    weights: LlamaWeights,
-    state: StepState,
-    packed: jax.Array,
-) -> tuple[Predicted, StepState]:
-    """`step` on the arrays that `pack` made one, of `sizes` T, S and M."""
-    return step(config, attend, weights, state, unpack(packed, *sizes))

@@ -253,6 +253,9 @@ class Scheduler:
         if not self.waiting or len(self.running) == self.max_num_seqs:
             return None
         sequence = self.waiting[0]
+        # One that was evicted is computed again from its tokens, which may not have been read yet.
+        if sequence.tokens[-1] == UNKNOWN:
+            return None
         pages = self._cached_pages(sequence)
         # One page per running sequence is reserved for its growth; otherwise the new one would soon be evicted.
         needed = self._missing_pages(sequence) - len(pages) + len(self.running)

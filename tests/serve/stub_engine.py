@@ -5,14 +5,16 @@ Scheduling and the arrays of a batch are the real engine's, so its Python per st
 
 import math
 import time
+from collections import deque
+from concurrent.futures import Future, ThreadPoolExecutor
 
 import numpy as np
 from tokenizers import Tokenizer, models
 
-from llama.batch import BatchBuilder, pack
+from llama.batch import BatchBuilder, StepBatch, pack
 from llama.config import LlamaConfig
-from llama.engine import Engine, EngineConfig, EngineStats, Launched
-from llama.scheduler import Chunk
+from llama.engine import Engine, EngineConfig, EngineStats
+from llama.programs import Results
 from llama.tokenizer import ChatTokenizer
 
 VOCABULARY = 4096
@@ -24,13 +26,35 @@ class DeviceTokens:
     def __init__(self, count: int, end: float) -> None:
         self.count, self.end = count, end
 
-    def is_ready(self) -> bool:
-        """Whether the device has computed them."""
-        return time.perf_counter() >= self.end
-
     def __array__(self, dtype: type | None = None, copy: bool | None = None) -> np.ndarray:
         time.sleep(max(self.end - time.perf_counter(), 0))
         return np.arange(self.count, dtype=np.int32)
+
+
+class StubPrograms:
+    """Launches nothing; after `num_steps` steps it fails."""
+
+    def __init__(self, step_seconds: float, num_steps: float) -> None:
+        self._step_seconds, self._left, self._end = step_seconds, num_steps, 0.0
+        self._thread = ThreadPoolExecutor(1)
+
+    def is_compiled(self, _bucket: int, _samples: bool) -> bool:
+        """There is nothing to compile."""
+        return True
+
+    def launch(self, bucket: int, batch: StepBatch, _options: object, follows: bool) -> Future[Results]:
+        """The packing is the real one, in a thread as there."""
+        return self._thread.submit(self._launch, bucket, batch, follows)
+
+    def _launch(self, bucket: int, batch: StepBatch, follows: bool) -> Results:
+        if self._left <= 0:
+            raise RuntimeError("the device is lost")
+        self._left -= 1
+        pack(batch)
+        now = time.perf_counter()
+        is_late = follows and now >= self._end
+        self._end = max(now, self._end) + self._step_seconds
+        return Results(DeviceTokens(len(batch.context_lens), self._end), None, is_late)
 
 
 class StubEngine(Engine):
@@ -42,19 +66,9 @@ class StubEngine(Engine):
         self.max_pages_per_seq = min(sizes.num_pages, -(-self.config.context_length // sizes.page_size))
         self.scheduler = self.new_scheduler(sizes.num_pages, sizes.token_budget, frozenset())
         self._builder = BatchBuilder(sizes.max_num_seqs, self.max_pages_per_seq, sizes.page_size)
-        self._in_flight: Launched | None = None
-        self._step_seconds, self._last_read, self._end = step_seconds, 0.0, 0.0
-        self._num_steps = num_steps
-
-    def _launch(self, chunks: list[Chunk], _: object) -> Launched:
-        if self.stats.num_steps >= self._num_steps:
-            raise RuntimeError("the device is lost")
-        start = time.perf_counter()
-        pack(self._builder.build(chunks, self._bucket(sum(chunk.length for chunk in chunks))))
-        self.stats.late_steps += self._in_flight is not None and self._in_flight.tokens.is_ready()
-        self._end = max(time.perf_counter(), self._end) + self._step_seconds
-        self.scheduler.advance(chunks)
-        return Launched(chunks, start, DeviceTokens(len(chunks), self._end), None)
+        self._programs = StubPrograms(step_seconds, num_steps)
+        self._in_flight = deque()
+        self._last_read = 0.0
 
 
 def word_tokenizer() -> ChatTokenizer:
