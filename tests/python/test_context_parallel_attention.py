@@ -34,7 +34,7 @@ def program(platform, cases):
     return {row["case"]: row for row in map(json.loads, done.stdout.splitlines())}
 
 
-def check(row, case):
+def check(row, case, on):
     is_16_bit, has_copies = case.dtype != "float32", case.strategy == "all_to_all" and case.heads[1] < case.devices
     assert row["other_bits"] == []
     assert row["not_finite"] == []
@@ -45,7 +45,10 @@ def check(row, case):
         for name, (actual, one_device) in norms.items():
             # Of dsinks there are too few for a ratio. With fewer KV heads than devices, gradients of the copies of a
             # head are rounded to 16 bits before the sum in f32.
-            limit = 5e-3 if name == "dsinks" else (1.7 if has_copies else 1.1) * one_device + 1e-6
+            # On a GPU the parts can take another kernel than the whole, which rounds at other places.
+            limit = (
+                5e-3 if name == "dsinks" else (1.7 if has_copies else 1.1 if on == "cpu" else 1.3) * one_device + 1e-6
+            )
             assert actual < (limit if is_16_bit else 1e-5), (stream, name)
 
 
@@ -55,7 +58,7 @@ PLATFORMS = ["cpu", pytest.param("gpu", marks=pytest.mark.gpu)]
 @pytest.mark.parametrize("case", CASES)
 @pytest.mark.parametrize("on", PLATFORMS)
 def test_results_and_gradients_are_those_of_one_device(on, case):
-    check(program(on, "quick")[case], CASES[case])
+    check(program(on, "quick")[case], CASES[case], on)
 
 
 @pytest.mark.slow
@@ -64,7 +67,7 @@ def test_every_combination_has_the_results_of_one_device(on):
     rows = program(on, "slow")
     assert rows.keys() == PRODUCT.keys()
     for name, row in rows.items():
-        check(row, PRODUCT[name])
+        check(row, PRODUCT[name], on)
 
 
 # ---------- the zigzag order

@@ -51,6 +51,8 @@ def program(platform, is_slow):
     flags = os.environ.get("XLA_FLAGS", "") + " --xla_force_host_platform_device_count=4"
     # Programs may have JAX refuse arrays of different ranks.
     variables = {"XLA_FLAGS": flags, "JAX_NUMPY_RANK_PROMOTION": "raise", "CONTEXT_PARALLEL_DEVICES": str(devices)}
+    # The decoder's own products are in f32, also where a GPU would take TF32.
+    variables |= {"JAX_DEFAULT_MATMUL_PRECISION": "highest"}
     done = python(HERE / "context_parallel_decode_program.py", platform, *names, **variables)
     return {row["case"]: row for row in map(json.loads, done.stdout.splitlines())}
 
@@ -66,7 +68,9 @@ def test_results_are_those_of_one_device_by_one_collective(on, name):
     if not runs_on(num_devices(on), case):
         pytest.skip("pages and heads over two axes need four GPUs")
     row = program(on, case.is_slow)[name]
-    dtype = case.options.get("out_dtype", "bfloat16" if case.dtype.startswith("float8") else case.dtype)
+    rows_dtype = "bfloat16" if case.dtype.startswith("float8") else case.dtype
+    # A GPU rounds the weights of 16-bit values to their dtype, relative to the largest score of a device's own keys.
+    dtype = case.options.get("out_dtype", rows_dtype) if on == "cpu" else rows_dtype
     assert row["error"] <= TOLERANCE[dtype] * row["largest"]
     assert row["lse_error"] < 1e-5
     assert row["shape"] and row["same_cache"]

@@ -57,7 +57,7 @@ fn tile_and_size(call: &Call) -> Option<(&'static ClusterDecodeTile, i64)> {
     let Call { problem, device, .. } = call;
     let is_short = is_mostly_short(call) || call.long_sequences() == 0;
     let is_built = device.capability == 90 && problem.kv_dtype.size() == 2;
-    if !is_short || !is_built || problem.batch_invariant || call.seqs() > MAX_SLOTS {
+    if !is_short || !is_built || problem.batch_invariant || !(1..=MAX_SLOTS).contains(&call.seqs()) {
         return None;
     }
     let dim = problem.head_dim.max(problem.value_dim);

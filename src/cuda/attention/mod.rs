@@ -358,6 +358,21 @@ pub(super) mod tests {
     }
 
     #[test]
+    fn no_launch_has_an_empty_grid() {
+        let devices = [device(true), device(false), Device { capability: 80, ..device(false) }];
+        for (device, seqs) in devices.iter().flat_map(|device| [0, 1, 40, 200].map(|seqs| (device, seqs))) {
+            for (rows, dim) in [1, 6, 300, 5000].iter().flat_map(|rows| [64, 128, 256].map(|dim| (*rows, dim))) {
+                for batch_invariant in [false, true] {
+                    let problem = Attention { batch_invariant, ..problem(rows, seqs, 8, dim) };
+                    let plan = LaunchPlan::on(&problem, None, *device).expect("the sizes are allowed");
+                    let grids: Vec<_> = plan.0.list.iter().map(|launch| launch.config.grid).collect();
+                    assert!(!grids.is_empty() && !grids.as_flattened().contains(&0), "{rows} {seqs} {dim}: {grids:?}");
+                }
+            }
+        }
+    }
+
+    #[test]
     fn more_tiles_than_a_grid_holds_are_refused() {
         let prefill = |seqs| {
             let problem = Attention { num_kv_heads: 256, ..problem(1 << 27, seqs, 256, 8) };
