@@ -30,6 +30,7 @@ Q_HEADS, KV_HEADS, HEAD_DIM, PAGE_SIZE = 32, 8, 128, 64
 TOLERANCE = 2e-2
 AXIS = "cp"
 ROUND_SECONDS = 0.3
+LAYERS = 10  # calls in a program of a decode case, whose times are of one
 ONE, EVERY = "one GPU", "every GPU"
 STRATEGIES = [("ring", "zigzag"), ("ring", "contiguous"), ("all_gather", "zigzag"), ("all_to_all", "contiguous")]
 K = 1024
@@ -194,21 +195,32 @@ def decode_calls(case, mesh):
             attend, mesh=mesh, in_specs=specs, out_specs=P(None, AXIS) if scatter_heads else P(), check_vma=False
         )
 
+    def layers(attend):
+        """Several calls in one program, as in a model, each after the one before it."""
+
+        def run(query, cache, tables):
+            out = None
+            for _ in range(LAYERS):
+                out, query = jax.lax.optimization_barrier((attend(query, cache, tables), query))
+            return out
+
+        return run
+
     spread = query, *(jax.device_put(x, NamedSharding(mesh, P(AXIS))) for x in (cache[of_devices.reshape(-1)], tables))
     order = jnp.asarray(order)
     specs = P(None, AXIS), P(None, None, AXIS)
     by_heads = [jax.device_put(x, NamedSharding(mesh, spec)) for x, spec in zip((query, cache), specs, strict=True)]
     return {
-        ONE: Call(one, (query, cache, order)),
-        "heads cut": Call(one, (*by_heads, order)),
-        "pages cut, heads scattered": Call(cut(True), spread),
-        "pages cut, all heads": Call(cut(False), spread),
+        ONE: Call(layers(one), (query, cache, order)),
+        "heads cut": Call(layers(one), (*by_heads, order)),
+        "pages cut, heads scattered": Call(layers(cut(True)), spread),
+        "pages cut, all heads": Call(layers(cut(False)), spread),
     }
 
 
-def report(name, calls, count):
-    """Time the calls and print a line."""
-    times = seconds(calls, (), ROUND_SECONDS)
+def report(name, calls, count, layers=1):
+    """Time the calls of so many layers and print a line, of one layer."""
+    times = {call: taken / layers for call, taken in seconds(calls, (), ROUND_SECONDS).items()}
     text = f"{name:20}"
     for call, taken in times.items():
         shares = (
@@ -239,7 +251,7 @@ def main(*words):
             continue
         case = shrunk(case) if tiny else case
         if isinstance(case, Decode):
-            rows.append(report(case.name, agreeing(decode_calls(case, mesh)), mesh.size))
+            rows.append(report(case.name, agreeing(decode_calls(case, mesh)), mesh.size, LAYERS))
             continue
         calls, douts = calls_of(case, mesh)
         rows.append(report(f"{case.name} forward", agreeing(calls), mesh.size))

@@ -6,7 +6,7 @@ sequences, which may depend on the rank, so that every device runs the same prog
 
     own      this device's rows beside its own keys
     visiting this device's rows beside the keys of another device
-    gathered this device's rows beside the keys of the whole stream
+    gathered this device's rows beside the keys of all devices, in one call
 
 A call attends to keys by their positions if the attention has a window or ALiBi slopes. Otherwise the layout "zigzag"
 needs fewer calls: every key that a device holds is then visible to all rows of a part of another device's sequence or
@@ -18,7 +18,7 @@ from typing import NamedTuple, Protocol
 import jax.numpy as jnp
 
 from ._call import Array
-from ._zigzag_order import device_rows, stream_rows
+from ._zigzag_order import device_rows, sequence_of, stream_rows
 
 
 class Ranges(NamedTuple):
@@ -61,14 +61,14 @@ class Layout(Protocol):
     def visiting(self, source: Array) -> list[Ranges]:
         """The device's rows beside the keys of the device `source`, another one."""
 
-    def gathered(self) -> list[Ranges]:
-        """The device's rows beside all keys in the order of the stream. Each row is in use in one call."""
+    def gathered(self) -> Ranges:
+        """The device's rows beside the rows of `gathered_keys`."""
 
-    def in_stream_order(self, rows: Array) -> Array:
-        """Rows ``[T, ...]`` of all devices in the order of the stream."""
+    def gathered_keys(self, rows: Array) -> Array:
+        """What each sequence may attend to, from the rows ``[T, ...]`` of all devices. A row can be there twice."""
 
-    def in_device_order(self, rows: Array) -> Array:
-        """The inverse of `in_stream_order`."""
+    def sum_of_keys(self, gradients: Array) -> Array:
+        """Gradients of the rows ``[T, ...]`` of all devices from those of `gathered_keys`."""
 
     def longest(self, max_seqlen: int) -> int:
         """The rows that a sequence of `max_seqlen` rows has on one device at most."""
@@ -107,18 +107,18 @@ class Contiguous:
         (starts_q, used_q, first_q), (starts_k, used_k, first_k) = map(self._part, (self.stream.rank, source))
         return [Ranges(self.stream.causal, starts_q, starts_k, used_q, used_k, first_q - first_k)]
 
-    def gathered(self) -> list[Ranges]:
+    def gathered(self) -> Ranges:
         """See `Layout`."""
         starts, used, first = self._part(self.stream.rank)
-        return [Ranges(self.stream.causal, starts, self.stream.cu_seqlens, used, self.stream.seqused, first)]
+        return Ranges(self.stream.causal, starts, self.stream.cu_seqlens, used, self.stream.seqused, first)
 
-    def in_stream_order(self, rows: Array) -> Array:
+    def gathered_keys(self, rows: Array) -> Array:
         """See `Layout`."""
         return rows
 
-    def in_device_order(self, rows: Array) -> Array:
+    def sum_of_keys(self, gradients: Array) -> Array:
         """See `Layout`."""
-        return rows
+        return gradients
 
     def longest(self, max_seqlen: int) -> int:
         """See `Layout`."""
@@ -210,32 +210,77 @@ class Zigzag:
             calls.append(call(self._two_entries(middle, ends), 1, None))
         return calls
 
-    def gathered(self) -> list[Ranges]:
+    # The two chunks of a device attend to keys that begin with the same ones, which two entries of one call cannot
+    # share. So `gathered_keys` has the keys of each chunk, (2 n + 1) / (2 n) times those of the sequence under a causal
+    # mask. Without one, and where positions do not count, both chunks are one entry with all keys.
+
+    @property
+    def _repeats_keys(self) -> bool:
+        return self.stream.causal or self.stream.is_positional
+
+    def _visible(self) -> tuple[Array, Array]:
+        """The keys of each sequence that rows of the device's first and second chunk may attend to."""
+        lens = jnp.diff(self.stream.cu_seqlens)
+        if not self.stream.causal:
+            return lens, lens
+        first, second = ((chunk + 1) * self._chunk for chunk in self._chunks(self.stream.rank))
+        return first, second
+
+    def _starts_of_keys(self) -> Array:
+        """The first row of each entry's keys in `gathered_keys`, and the end."""
+        return jnp.append(jnp.zeros(1, jnp.int32), jnp.cumsum(_pairs(*self._visible()), dtype=jnp.int32))
+
+    def gathered(self) -> Ranges:
         """See `Layout`."""
-        # A call per chunk, because the chunks of a device attend to the same keys, which two entries of one call
-        # cannot have. In each call the rows of the other chunk are unused.
+        stream, used = self.stream, self._used(self.stream.rank)
+        has_padding = stream.seqused is not None
+        if not self._repeats_keys:
+            return Ranges(False, self._starts, stream.cu_seqlens, sum(used) if has_padding else None, stream.seqused)
+        used_k = (jnp.minimum(stream.used, visible) for visible in self._visible())
+        lens = (_pairs(*used), _pairs(*used_k)) if has_padding else (None, None)
+        # Under a causal mask the last row of an entry stands at its last key.
+        offsets = (chunk * self._chunk for chunk in self._chunks(stream.rank))
+        offset = None if stream.causal else _pairs(*offsets)
+        starts = self._starts[:-1]
+        cu_seqlens_q = self._two_entries(starts, starts + self._chunk)
+        return Ranges(stream.causal, cu_seqlens_q, self._starts_of_keys(), *lens, offset, entries=2)
+
+    def gathered_keys(self, rows: Array) -> Array:
+        """See `Layout`."""
+        stream, total = self.stream, rows.shape[0]
+        places = device_rows(stream.cu_seqlens, total, stream.num_devices, jnp)
+        if self._repeats_keys:
+            count = total + (-(-total // (2 * stream.num_devices)) if stream.causal else total)
+            key, starts = jnp.arange(count, dtype=jnp.int32), self._starts_of_keys()
+            entry = sequence_of(key, starts, jnp)
+            places = _rows_of(places, _rows_of(stream.cu_seqlens, entry // 2) + key - _rows_of(starts, entry))
+        return _rows_of(rows, places)
+
+    def sum_of_keys(self, gradients: Array) -> Array:
+        """See `Layout`."""
         stream = self.stream
-        starts, ends = stream.cu_seqlens[:-1], stream.cu_seqlens[1:]
-        cu_seqlens_q = self._two_entries(self._starts[:-1], self._starts[:-1] + self._chunk)
-        zero = jnp.zeros_like(self._chunk)
-        calls = []
-        for half, (chunk, used) in enumerate(zip(self._chunks(stream.rank), self._used(stream.rank), strict=True)):
-            cu_seqlens_k = jnp.append(_pairs(starts, starts if half else ends), stream.cu_seqlens[-1])
-            entries = [(zero, x) if half else (x, zero) for x in (used, stream.used, chunk * self._chunk)]
-            calls.append(Ranges(stream.causal, cu_seqlens_q, cu_seqlens_k, *(_pairs(*x) for x in entries), entries=2))
-        return calls
-
-    def in_stream_order(self, rows: Array) -> Array:
-        """See `Layout`."""
-        return rows[device_rows(self.stream.cu_seqlens, rows.shape[0], self.stream.num_devices, jnp)]
-
-    def in_device_order(self, rows: Array) -> Array:
-        """See `Layout`."""
-        return rows[stream_rows(self.stream.cu_seqlens, rows.shape[0], self.stream.num_devices, jnp)]
+        total = stream.num_devices * stream.rows
+        row = stream_rows(stream.cu_seqlens, total, stream.num_devices, jnp)
+        if not self._repeats_keys:
+            return gradients[row]
+        sequence, starts = sequence_of(row, stream.cu_seqlens, jnp), self._starts_of_keys()
+        at = row - _rows_of(stream.cu_seqlens, sequence)
+        is_row = (sequence >= 0) & (sequence < len(stream.cu_seqlens) - 1)
+        parts = []
+        for half, visible in enumerate(self._visible()):
+            part = _rows_of(gradients, _rows_of(starts, 2 * sequence + half) + at)
+            is_there = is_row & (at < _rows_of(visible, sequence))
+            parts.append(jnp.where(is_there.reshape(-1, *[1] * (gradients.ndim - 1)), part, 0))
+        return parts[0] + parts[1]
 
     def longest(self, max_seqlen: int) -> int:
         """See `Layout`."""
         return -(-max_seqlen // self.stream.num_devices)
+
+
+def _rows_of(array: Array, rows: Array) -> Array:
+    """Rows of an array, and one that exists for a row that does not."""
+    return array.at[rows].get(mode="clip")
 
 
 def _pairs(first: Array, second: Array) -> Array:

@@ -115,8 +115,8 @@ def _bounds(cu_seqlens: Any, total: int, numpy: Any) -> Any:  # noqa: ANN401
     return numpy.concatenate([next(ends), cu_seqlens, next(ends)])
 
 
-def _sequence_of(row: Any, bounds: Any, numpy: Any) -> Any:  # noqa: ANN401
-    """The number of each row's sequence."""
+def sequence_of(row: Any, bounds: Any, numpy: Any) -> Any:  # noqa: ANN401
+    """The number of each row's sequence, by where these begin; -1 before the first one."""
     if numpy is np:
         return np.searchsorted(bounds, row, side="right") - 1
     # JAX 0.7 searches only what varies along the same axes of shard_map. XLA fuses the unrolled search into the gather
@@ -129,7 +129,7 @@ def stream_rows(cu_seqlens: Any, total: int, num_devices: int, numpy: Any) -> An
     """For each row in the order of the devices, its row of the stream; `numpy` is NumPy or jax.numpy."""
     bounds = _bounds(cu_seqlens, total, numpy)
     rank, row = numpy.divmod(numpy.arange(total, dtype=numpy.int32), numpy.int32(total // num_devices))
-    sequence = _sequence_of(row, bounds // num_devices, numpy)
+    sequence = sequence_of(row, bounds // num_devices, numpy)
     start = bounds[sequence]
     chunk = numpy.maximum((bounds[sequence + 1] - start) // (2 * num_devices), 1)
     half, at = numpy.divmod(row - start // num_devices, chunk)
@@ -140,7 +140,7 @@ def device_rows(cu_seqlens: Any, total: int, num_devices: int, numpy: Any) -> An
     """For each row of the stream, its row in the order of the devices: the inverse of `stream_rows`."""
     bounds = _bounds(cu_seqlens, total, numpy)
     row = numpy.arange(total, dtype=numpy.int32)
-    sequence = _sequence_of(row, bounds, numpy)
+    sequence = sequence_of(row, bounds, numpy)
     start = bounds[sequence]
     chunk = numpy.maximum((bounds[sequence + 1] - start) // (2 * num_devices), 1)
     number, at = numpy.divmod(row - start, chunk)
