@@ -9,10 +9,13 @@ import os
 import pathlib
 
 import jax
+import numpy as np
 import pytest
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from sharding_cases import AUTOMATIC_AXES_ONLY, CASES, EXPECTED_COLLECTIVES, GATHERED, SLOW
 from subprocesses import python
+from xla_attention.jax import flash_attn_varlen
 
 HERE = pathlib.Path(__file__).parent
 JAX_VERSION = tuple(map(int, jax.__version__.split(".")[:2]))
@@ -142,3 +145,29 @@ def test_gradients_that_devices_sum_are_f32_before_the_sum():
     assert of_call == ["f32"] * 3
     assert of_program[:3] == ["bfloat16"] * 3
     assert float(of_program[3]) < 0.02
+
+
+def operands_of_shard_maps(jaxpr):
+    """The shapes of the operands of every shard_map in a program."""
+    for equation in jaxpr.eqns:
+        if equation.primitive.name == "shard_map":
+            yield from (x.aval.shape for x in equation.invars)
+        else:
+            for program in (getattr(value, "jaxpr", value) for value in equation.params.values()):
+                if hasattr(program, "eqns"):
+                    yield from operands_of_shard_maps(program)
+
+
+@pytest.mark.skipif(not hasattr(jax.sharding, "auto_axes"), reason="this JAX has no explicit mesh axes")
+def test_no_operand_of_shard_map_is_without_elements():
+    """XLA of JAX 0.11 ends the process on one. The values and the starts of keys in pages are placeholders."""
+    mesh = Mesh(jax.devices("cpu")[:1], ("heads",), axis_types=(jax.sharding.AxisType.Explicit,))
+    query = jax.device_put(np.ones((6, 4, 16), np.float32), NamedSharding(mesh, PartitionSpec(None, "heads")))
+    cache = jax.device_put(np.ones((3, 8, 4, 16), np.float32), NamedSharding(mesh, PartitionSpec(None, None, "heads")))
+
+    def attend(query, cache):
+        pages = {"block_table": np.array([[2, 0]]), "seqused_k": np.array([9]), "kv_layout": "interleaved"}
+        return flash_attn_varlen(query, cache, None, np.array([0, 6]), **pages)
+
+    shapes = list(operands_of_shard_maps(jax.make_jaxpr(attend)(query, cache).jaxpr))
+    assert (6, 4, 16) in shapes and not [shape for shape in shapes if 0 in shape]

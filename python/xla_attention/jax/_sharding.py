@@ -118,14 +118,34 @@ def partitioned(
             warn_of_gathers(call.line, target, names, call.rule, arrays, mesh_axes, assigned)
             in_specs, out_specs = (tuple(_spec(assigned, x) for x in side) for side in call.rule[:2])
             local = local_call(call, mesh.shape, assigned)
+            shardings_in = [NamedSharding(mesh, spec) for spec in in_specs]
+            # XLA of JAX 0.11 ends the process on an operand of shard_map without elements, so devices make their own.
+            local, is_passed = _with_empty_shards(local, arrays, shardings_in)
             arrays = [
-                jax.sharding.reshard(x, NamedSharding(mesh, spec)) for x, spec in zip(arrays, in_specs, strict=True)
+                jax.sharding.reshard(x, y)
+                for x, y in itertools.compress(zip(arrays, shardings_in, strict=True), is_passed)
             ]
+            in_specs = tuple(itertools.compress(in_specs, is_passed))
             options = {"mesh": mesh, "in_specs": in_specs, "out_specs": out_specs, "check_vma": False}
             return jax.shard_map(local, **options)(*arrays)
         return with_auto_axes(functools.partial(unpartitioned, call), arrays, call.rule)(*arrays)
 
     return wrapped
+
+
+def _with_empty_shards(
+    local: Callable, arrays: Sequence[Array], shardings: Sequence[NamedSharding]
+) -> tuple[Callable, list[bool]]:
+    """`local` without its arguments that have no elements, and which arguments are left."""
+    is_passed = [x.size > 0 for x in arrays]
+    shards = [(y.shard_shape(x.shape), x.dtype) for x, y in zip(arrays, shardings, strict=True)]
+
+    def complete(*passed: Array) -> Any:  # noqa: ANN401
+        rest = iter(passed)
+        pairs = zip(is_passed, shards, strict=True)
+        return local(*(next(rest) if given else jnp.zeros(*shard) for given, shard in pairs))
+
+    return complete, is_passed
 
 
 def drop_absent(dims: Sequence[Dims], operands: Sequence[Array | None]) -> tuple[Dims, ...]:
