@@ -25,8 +25,8 @@ from .weights import LlamaWeights
 
 # Programs that are compiled at one time.
 MAX_COMPILING = 8
-# For which the launching thread waits for the interpreter at most. Python's 5 ms are as long as three steps.
-SWITCH_SECONDS = 2e-4
+# How long the launching thread waits for the interpreter, several times per step. Python's default is 5 ms.
+SWITCH_SECONDS = 2e-5
 
 Value = TypeVar("Value")
 
@@ -36,7 +36,7 @@ class Results(NamedTuple):
 
     Attributes
     ----------
-        tokens: i32 [S], on their way to the host.
+        tokens: i32 [S].
         sampled: the choices, where the step sampled.
         is_late: whether the step before had ended at the launch, so that the device waited for the host.
     """
@@ -186,8 +186,6 @@ class StepPrograms:
             )
             self._state = self._state._replace(counts=counts, last_tokens=last_tokens)
             tokens = sampled.tokens
-        for array in (tokens, *(sampled or ())):
-            array.copy_to_host_async()
         self._last_tokens = tokens
         return Results(tokens, sampled, is_late)
 
