@@ -11,6 +11,7 @@
 
 #include "chunk.cuh"
 #include "element.cuh"
+#include "hopper_bwd/ptx.cuh"
 #include "hopper_bwd/sequence_plan.cuh"
 #include "hopper_bwd/shape.cuh"
 #include "hopper_bwd/wide_shape.cuh"
@@ -82,6 +83,7 @@ extern "C" __global__ void __launch_bounds__(xa::hopper::kThreads)
     XA_ENTRY(const __grid_constant__ xa::HopperBackwardParams params) {
   using namespace xa::hopper;
   __shared__ SequencePlanScratch<kThreads> scratch;
+  ptx::launch_dependents();
   if (blockIdx.x == 0) {
     plan_sequences<Shape, kThreads>(params, scratch);
     return;
