@@ -4,6 +4,12 @@
 
 namespace xa::hopper::ptx {
 
+inline uint4 load_no_allocate(const void* from) {
+  if (reinterpret_cast<uintptr_t>(from) % 16 != 0) emulator::fail("a misaligned load");
+  uint4 x;
+  std::memcpy(&x, from, sizeof(x));
+  return x;
+}
 inline void cp_async_4_zfill(uint32_t destination, const void* source, bool is_copied) {
   if (destination % 4 != 0 || reinterpret_cast<uintptr_t>(source) % 4 != 0) emulator::fail("a misaligned cp.async");
   const uint32_t zero = 0;

@@ -8,6 +8,14 @@
 
 namespace xa::hopper::ptx {
 
+/// Loads 16 bytes that no thread writes while the kernel runs, without keeping them in L1.
+__device__ __forceinline__ uint4 load_no_allocate(const void* from) {
+  uint4 x;
+  asm volatile("ld.global.nc.L1::no_allocate.v4.u32 {%0, %1, %2, %3}, [%4];"
+               : "=r"(x.x), "=r"(x.y), "=r"(x.z), "=r"(x.w)
+               : "l"(from));
+  return x;
+}
 /// Copies 4 bytes to shared memory, or writes zeros if `is_copied` is false.
 __device__ __forceinline__ void cp_async_4_zfill(uint32_t destination, const void* source, bool is_copied) {
   asm volatile("cp.async.ca.shared.global [%0], [%1], 4, %2;" ::"r"(destination), "l"(source), "r"(is_copied ? 4 : 0)
