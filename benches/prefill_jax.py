@@ -77,9 +77,11 @@ def tokamax(case, _cu_q, _cu_k):
 PEERS = {"flash_attn3_jax": flash_attn3_jax, "dew_flash_attn": dew_flash_attn, "cudnn": cudnn, "tokamax": tokamax}
 
 
-def attentions(case):
-    """Our function and those of the peers that support the case, by name; they take packed q, k and v."""
-    cu_q, cu_k = starts(case.q_lens), starts(case.lens)
+def attentions(case, cu_q, cu_k):
+    """Our function and those of the peers that support the case, by name; they take packed q, k and v.
+
+    `cu_q` and `cu_k` are the starts of the sequences.
+    """
     functions = {"ours": lambda q, k, v: xa.flash_attn_varlen(q, k, v, cu_q, cu_k, causal=case.causal)}
     for name, prepare in PEERS.items():
         if name == "cudnn" or available(name):
@@ -96,6 +98,26 @@ def operands_of(case):
     shapes = [(sum(case.q_lens), case.q_heads, case.head_dim), (*keys, case.head_dim), (*keys, case.value_dim)]
     sources = jax.random.split(jax.random.key(len(case.name)), len(shapes))
     return [jax.random.normal(source, shape, jnp.bfloat16) for source, shape in zip(sources, shapes, strict=True)]
+
+
+def programs(case, call_of):
+    """`call_of(case, attention)` of each function of `attentions`, jitted.
+
+    They take `starts_of(case)` and the operands. XLA would compute constant starts anew, by a kernel in each call.
+    """
+
+    def program(name):
+        def run(cu_q, cu_k, *operands):
+            return call_of(case, attentions(case, cu_q, cu_k)[name])(*operands)
+
+        return jax.jit(run)
+
+    return {name: program(name) for name in attentions(case, *starts_of(case))}
+
+
+def starts_of(case):
+    """The starts of queries and of keys."""
+    return starts(case.q_lens), starts(case.lens)
 
 
 @jax.jit
@@ -143,9 +165,8 @@ def compare(only, call_of, operands_of, factor):
     for case in CASES:
         if case.page_size or case.window >= 0 or case.fp8 or (only and not any(word in case.name for word in only)):
             continue
-        operands = operands_of(case)
-        calls = {name: jax.jit(call_of(case, attention)) for name, attention in attentions(case).items()}
-        times = seconds(agreeing(calls, operands), operands)
+        operands = [*starts_of(case), *operands_of(case)]
+        times = seconds(agreeing(programs(case, call_of), operands), operands)
         rates = {name: factor * case.flops() / taken / 1e12 for name, taken in times.items()}
         best = max((rate for name, rate in rates.items() if name != "ours"), default=None)
         ratios += [rates["ours"] / best] if best else []

@@ -17,7 +17,7 @@ import optax
 
 from peers import report_failure
 from prefill_cases import Case
-from prefill_jax import attentions, first
+from prefill_jax import attentions, first, starts_of
 
 LAYERS, WIDTH, HIDDEN, VOCABULARY = 16, 2048, 8192, 32768
 ROUNDS, STEPS = 3, 4
@@ -98,7 +98,7 @@ def measured(case):
     state = optimizer.init(weights)
     tokens = jax.random.randint(jax.random.key(1), (sum(case.lens),), 0, VOCABULARY)
     losses, steps = {}, {}
-    for name, attention in attentions(case).items():
+    for name, attention in attentions(case, *starts_of(case)).items():
         try:
             losses[name] = float(jax.jit(functools.partial(loss_of, case=case, attention=attention))(weights, tokens))
             steps[name] = step_of(case, attention, optimizer).lower(weights, state, tokens).compile()
