@@ -147,7 +147,7 @@ def seconds(calls, operands, round_seconds=math.inf):
         for name, call in calls.items():
             start = time.perf_counter()
             jax.block_until_ready(call(*operands))
-            count = max(1, min(CALLS, int(round_seconds / (time.perf_counter() - start))))
+            count = max(1, int(min(CALLS, round_seconds / (time.perf_counter() - start))))
             time.sleep(PAUSE_SECONDS)
             start = time.perf_counter()
             results = [call(*operands) for _ in range(count)]
