@@ -216,7 +216,7 @@ class Zigzag:
 
     @property
     def _repeats_keys(self) -> bool:
-        return self.stream.causal or self.stream.is_positional
+        return (self.stream.causal or self.stream.is_positional) and len(self._chunk) > 0
 
     def _visible(self) -> tuple[Array, Array]:
         """The keys of each sequence that rows of the device's first and second chunk may attend to."""
