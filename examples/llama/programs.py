@@ -36,7 +36,7 @@ class Results(NamedTuple):
 
     Attributes
     ----------
-        tokens: i32 [S].
+        tokens: i32 [S], on their way to the host.
         sampled: the choices, where the step sampled.
         is_late: whether the step before had ended at the launch, so that the device waited for the host.
     """
@@ -186,6 +186,9 @@ class StepPrograms:
             )
             self._state = self._state._replace(counts=counts, last_tokens=last_tokens)
             tokens = sampled.tokens
+        # By this thread, because a copy that another one begins waits until the next launch has ended.
+        for array in (tokens, *(sampled or ())):
+            array.copy_to_host_async()
         self._last_tokens = tokens
         return Results(tokens, sampled, is_late)
 
