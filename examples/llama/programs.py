@@ -15,6 +15,7 @@ from typing import NamedTuple, TypeVar
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from .batch import BatchBuilder, StepBatch, pack, unpack
 from .config import LlamaConfig
@@ -109,7 +110,7 @@ class StepPrograms:
             self._steps[bucket] = self._in_thread(self._compiled_step, bucket)
         if samples and bucket not in self._samplers:
             self._samplers[bucket] = self._in_thread(self._compiled_sampler, bucket)
-        self._in_thread(self._run_padding, bucket, samples)
+        self._run_padding(bucket, samples)
 
     def compile_all(self, buckets: list[int]) -> Iterator[int]:
         """Compile what is missing of all buckets, several at a time; yields the bucket of each program.
@@ -130,7 +131,7 @@ class StepPrograms:
                 to[bucket] = done.result()
                 yield bucket
         for bucket in buckets:
-            self._in_thread(self._run_padding, bucket, True)
+            self._run_padding(bucket, True)
 
     def compiled_text(self) -> str:
         """The optimised HLO of the smallest step compiled so far; a step must have been compiled."""
@@ -170,9 +171,10 @@ class StepPrograms:
     def _run_padding(self, bucket: int, samples: bool) -> None:
         """A step of padding rows, which writes no cache entry."""
         options = self._builder.build_sampling([], bucket) if samples else None
-        jax.block_until_ready(self._launch(bucket, pack(self._builder.build([], bucket)), options, False).tokens)
+        results = self.launch(bucket, self._builder.build([], bucket), options, False).result()
+        jax.block_until_ready(results.tokens)
 
-    def _launch(self, bucket: int, packed: jax.Array, options: SamplingBatch | None, follows: bool) -> Results:
+    def _launch(self, bucket: int, packed: np.ndarray, options: SamplingBatch | None, follows: bool) -> Results:
         is_late = follows and self._last_tokens.is_ready()
         kept = self._kept[bucket]
         kept.packed = replaced(kept.packed, packed)

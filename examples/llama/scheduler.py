@@ -180,7 +180,7 @@ class Scheduler:
     def schedule(self) -> list[Chunk]:
         """The chunks of the next step; their pages are allocated.
 
-        There is at least one while `has_work`, unless the last tokens of other sequences are still being computed.
+        There is at least one while `has_work`, unless tokens that were not read yet are waited for.
         """
         chunks: list[Chunk] = []
         budget = self.token_budget

@@ -42,19 +42,19 @@ class StubPrograms:
         """There is nothing to compile."""
         return True
 
-    def launch(self, bucket: int, batch: StepBatch, _options: object, follows: bool) -> Future[Results]:
-        """The packing is the real one, in a thread as there."""
-        return self._thread.submit(self._launch, bucket, batch, follows)
+    def launch(self, _bucket: int, batch: StepBatch, _options: object, follows: bool) -> Future[Results]:
+        """The packing is the real one, and by the caller as there."""
+        pack(batch)
+        return self._thread.submit(self._launch, len(batch.context_lens), follows)
 
-    def _launch(self, bucket: int, batch: StepBatch, follows: bool) -> Results:
+    def _launch(self, count: int, follows: bool) -> Results:
         if self._left <= 0:
             raise RuntimeError("the device is lost")
         self._left -= 1
-        pack(batch)
         now = time.perf_counter()
         is_late = follows and now >= self._end
         self._end = max(now, self._end) + self._step_seconds
-        return Results(DeviceTokens(len(batch.context_lens), self._end), None, is_late)
+        return Results(DeviceTokens(count, self._end), None, is_late)
 
 
 class StubEngine(Engine):
