@@ -229,7 +229,7 @@ mod on_their_own_gpu {
         runs_kernel(&both, "attention_bwd_dq_bf16_128_small_softcap_alibi with");
         let wide_both = BatchSpec { head_dim: 256, ..both };
         runs_kernel(&wide_both, "attention_bwd_dq_bf16_256_small_softcap_alibi with");
-        let one_kv_head = BatchSpec { heads: (16, 1), mask: Mask::CAUSAL, ..base.clone() };
+        let one_kv_head = BatchSpec { heads: (16, 1), lengths: vec![(200, 240)], mask: Mask::CAUSAL, ..base.clone() };
         runs_kernel(&one_kv_head, "hopper_bwd_combine_bf16 with");
         let short = vec![(3, 40); 40];
         runs_kernel(
