@@ -31,6 +31,11 @@ extern "C" __global__ void __launch_bounds__(Shape::kThreads, 1)
   extern __shared__ __align__(1024) uint8_t shared[];
   const BackwardPipeline<Shape> pipeline(shared);
   if (threadIdx.x == 0) pipeline.init();
+  if (threadIdx.x == 32) {
+    for (const auto* map : {&params.q, &params.k, &params.v, &params.dout}) ptx::prefetch_tensormap(*map);
+  }
+  // The last CTAs of hopper_bwd_prepare may still run.
+  ptx::wait_for_previous_kernel();
   __syncthreads();
   const int32_t warp = uniform(threadIdx.x / 32);
   if (warp < 4) {

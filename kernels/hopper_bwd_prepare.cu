@@ -12,6 +12,7 @@
 
 #include "chunk.cuh"
 #include "element.cuh"
+#include "hopper_bwd/ptx.cuh"
 #include "hopper_bwd/sequence_plan.cuh"
 #include "hopper_bwd/shape.cuh"
 #include "hopper_bwd/wide_shape.cuh"
@@ -97,6 +98,7 @@ using Shape = xa::hopper::WidePlanShape<XA_HEAD_DIM>;
 extern "C" __global__ void __launch_bounds__(xa::hopper::kThreads)
     XA_ENTRY(const __grid_constant__ xa::HopperBackwardParams params) {
   using namespace xa::hopper;
+  ptx::launch_dependents();
   if (blockIdx.x == 0) {
     __shared__ SequencePlanScratch<kThreads> scratch;
     plan_sequences<Shape, kThreads>(params, scratch);

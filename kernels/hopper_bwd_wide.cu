@@ -38,6 +38,11 @@ extern "C" __global__ void __launch_bounds__(DqShape::kThreads, 1)
   const WidePipeline<DqShape> dq_pipeline(shared);
   const WidePipeline<DkDvShape> dkdv_pipeline(shared);
   if (threadIdx.x == 0) dq_pipeline.init();
+  if (threadIdx.x == 32) {
+    for (const auto* map : {&params.q, &params.k, &params.v, &params.dout}) ptx::prefetch_tensormap(*map);
+  }
+  // The last CTAs of hopper_bwd_prepare may still run.
+  ptx::wait_for_previous_kernel();
   __syncthreads();
   // Both pipelines have the same shared memory: the first warpgroup changes them between two barriers of all threads.
   const auto pipeline_barrier = [] { ptx::named_barrier_sync(6, DqShape::kThreads); };

@@ -19,6 +19,8 @@ struct SassCounts {
     local: usize,
     /// `R2UR` between two wgmma of a group, which should be issued back to back.
     r2urs: usize,
+    /// `griddepcontrol.wait`: `ACQBULK`.
+    waits: usize,
 }
 
 impl SassCounts {
@@ -35,6 +37,7 @@ impl SassCounts {
                 "UTMALDG" => counts.tma_loads += 1,
                 "LDGSTS" => counts.cp_asyncs += 1,
                 "LDL" | "STL" => counts.local += 1,
+                "ACQBULK" => counts.waits += 1,
                 "R2UR" if in_chain => counts.r2urs += 1,
                 _ => {}
             }
@@ -44,13 +47,15 @@ impl SassCounts {
 
     /// `kernel` is the name of a variant. f32 is loaded by cp.async.
     fn problems(&self, kernel: &str) -> Vec<String> {
-        let Self { wgmmas, tma_loads, cp_asyncs, local, r2urs } = *self;
+        let Self { wgmmas, tma_loads, cp_asyncs, local, r2urs, waits } = *self;
         let is_f32 = kernel.starts_with("hopper_prefill_f32");
+        let starts_early = ["hopper_bwd", "hopper_prefill"].iter().any(|name| kernel.starts_with(name));
         let checks = [
             (wgmmas == 0, "no wgmma".into()),
             (!is_f32 && tma_loads == 0, "no TMA load".into()),
             (is_f32 && cp_asyncs == 0, "no cp.async".into()),
             (local > 0, format!("{local} accesses to local memory")),
+            (starts_early && waits == 0, "no wait for the kernel before it".into()),
             // A descriptor is two registers; a quarter of those registers may come from non-uniform ones.
             (2 * r2urs > wgmmas, format!("{r2urs} R2UR between {wgmmas} wgmma")),
         ];
@@ -117,7 +122,8 @@ fn each_slow_instruction_is_found() {
     let last = "        /*0020*/                   HGMMA.64x128x16.F32.BF16 R24, gdesc[UR4], R24, gsb0 ;\n";
     let load = "        /*0030*/              @!P1 UTMALDG.3D [UR8], [UR4] ;\n";
     let moved = "        /*0040*/               @P0 R2UR UR4, R2 ;\n";
-    let problems = |sass: &[&str]| SassCounts::of(&sass.concat()).problems("hopper_prefill_bf16");
+    let wait = "        /*0080*/                   ACQBULK ;\n";
+    let problems = |sass: &[&str]| SassCounts::of(&[&[wait], sass].concat().concat()).problems("hopper_prefill_bf16");
     assert!(problems(&[moved, wgmma, last, moved, moved, load]).is_empty());
     assert_eq!(problems(&[wgmma, moved, moved, last, load]), ["2 R2UR between 2 wgmma"]);
     let fp8_wgmma =
@@ -126,9 +132,13 @@ fn each_slow_instruction_is_found() {
     assert_eq!(problems(&[wgmma, last]), ["no TMA load"]);
     assert_eq!(problems(&[load]), ["no wgmma"]);
     let copy = "        /*0070*/              @!P2 LDGSTS.E.BYPASS.128 [R43], desc[UR60][R4.64], P0 ;\n";
-    let f32_problems = |sass: &[&str]| SassCounts::of(&sass.concat()).problems("hopper_prefill_f32_64_none");
+    let f32_problems =
+        |sass: &[&str]| SassCounts::of(&[&[wait], sass].concat().concat()).problems("hopper_prefill_f32_64_none");
     assert!(f32_problems(&[wgmma, last, copy]).is_empty());
     assert_eq!(f32_problems(&[wgmma, last]), ["no cp.async"]);
     let spill = "        /*0050*/                   STL.64 [R1+0x8], R2 ;\n";
     assert_eq!(problems(&[wgmma, last, load, spill]), ["1 accesses to local memory"]);
+    let early = |name| SassCounts::of(&[wgmma, last, load].concat()).problems(name);
+    assert_eq!(early("hopper_bwd_bf16_128_none"), ["no wait for the kernel before it"]);
+    assert!(early("hopper_fused_bf16_128").is_empty());
 }

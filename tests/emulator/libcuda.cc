@@ -276,9 +276,18 @@ DRIVER_CALL cuLaunchKernel(Kernel kernel, unsigned grid_x, unsigned grid_y, unsi
   return launch(kernel, {grid_x, grid_y, grid_z}, {1, 1, 1}, {threads_x, threads_y, threads_z}, stream, parameters);
 }
 
-/// The only attribute is the dimensions of clusters.
+/// The attributes are the dimensions of clusters and programmatic stream serialization, which changes nothing here, as
+/// a stream's kernels run one after another.
 DRIVER_CALL cuLaunchKernelEx(const LaunchConfig* config, Kernel kernel, void** parameters, void**) {
-  constexpr int kClusterDimension = 4;
-  if (config->num_attributes != 1 || config->attributes[0].id != kClusterDimension) return kInvalidValue;
-  return launch(kernel, config->grid, config->attributes[0].cluster, config->threads, config->stream, parameters);
+  constexpr int kClusterDimension = 4, kProgrammaticStreamSerialization = 6;
+  Dims cluster = {1, 1, 1};
+  for (unsigned i = 0; i < config->num_attributes; ++i) {
+    const LaunchAttribute& attribute = config->attributes[i];
+    if (attribute.id == kClusterDimension) {
+      cluster = attribute.cluster;
+    } else if (attribute.id != kProgrammaticStreamSerialization) {
+      return kInvalidValue;
+    }
+  }
+  return launch(kernel, config->grid, cluster, config->threads, config->stream, parameters);
 }

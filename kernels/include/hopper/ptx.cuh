@@ -129,6 +129,13 @@ __device__ __forceinline__ void prefetch_tensormap(const TensorMap& map) {
   asm volatile("prefetch.tensormap [%0];" ::"l"(&map) : "memory");
 }
 
+/// Programmatic dependent launch: lets the next kernel of the stream start before this one is complete, as soon as
+/// every CTA has executed this or has ended. Without effect if that kernel was launched without the attribute.
+__device__ __forceinline__ void launch_dependents() { asm volatile("griddepcontrol.launch_dependents;" ::: "memory"); }
+/// Programmatic dependent launch: waits until the previous kernel of the stream is complete and what it has written is
+/// visible. Without effect if this kernel was launched without the attribute.
+__device__ __forceinline__ void wait_for_previous_kernel() { asm volatile("griddepcontrol.wait;" ::: "memory"); }
+
 /// Makes this thread's stores to shared memory visible to TMA and wgmma (the async proxy). A barrier must follow.
 __device__ __forceinline__ void fence_proxy_async_shared() {
   asm volatile("fence.proxy.async.shared::cta;" ::: "memory");

@@ -10,6 +10,7 @@
 #include <cstdint>
 
 #include "hopper/pipeline.cuh"
+#include "hopper/ptx.cuh"
 #include "hopper/shape.cuh"
 #include "params/attention.cuh"
 #include "params/hopper_prefill.cuh"
@@ -187,6 +188,8 @@ __device__ __forceinline__ void schedule_tiles(const HopperPrefillParams& params
       pipeline.tile_full(state).arrive();
     }
     __syncwarp();
+    // clear_tile_counter may still run. Every CTA waits, so that this kernel is complete after that one.
+    if (count == 0) ptx::wait_for_previous_kernel();
   }
 }
 

@@ -4,7 +4,7 @@
 use super::decode::{ROWS_PER_WARP, is_mostly_short, max_decode_tiles};
 use super::tiles::transforms_logits;
 use super::{Call, Launch, Launches, Parameter, UNLIMITED};
-use crate::cuda::enqueue::LaunchConfig;
+use crate::cuda::enqueue::{LaunchAttributes, LaunchConfig};
 use crate::cuda::params::cluster_decode::{CLUSTER_DECODE_SLOTS, LARGEST_CLUSTER};
 use crate::cuda::tiles::{CLUSTER_DECODE, ClusterDecodeTile};
 use crate::cuda::variants;
@@ -48,7 +48,8 @@ pub(super) fn launches<'c>(call: &Call<'c>) -> Result<Option<Launches<'c>>> {
     let grid = [problem.num_kv_heads as u32, size as u32, 1];
     let config = LaunchConfig { grid, threads: 32 * tile.key_warps, shared_memory: tile.shared_bytes };
     let attend = Launch::new(KERNEL, variant, config, Parameter::Attention(params));
-    let list = vec![Launch { cluster: size as u32, ..attend }];
+    let attributes = LaunchAttributes { cluster: size as u32, ..LaunchAttributes::NONE };
+    let list = vec![Launch { attributes, ..attend }];
     Ok(Some(Launches { list, store_new_tokens: new_tokens.is_some() }))
 }
 
@@ -98,8 +99,10 @@ mod tests {
         let launch = &plan.0.list[0];
         let [heads, size, _] = launch.config.grid;
         let is_ours = launch.kernel == super::KERNEL;
-        assert!(!is_ours || (plan.0.list.len(), heads, size) == (1, problem.num_kv_heads as u32, launch.cluster));
-        assert!(is_ours || launch.cluster == 1);
+        assert!(
+            !is_ours || (plan.0.list.len(), heads, size) == (1, problem.num_kv_heads as u32, launch.attributes.cluster)
+        );
+        assert!(is_ours || launch.attributes.cluster == 1);
         is_ours.then_some(size)
     }
     fn size(problem: &Attention) -> Option<u32> {

@@ -8,7 +8,7 @@ mod tiles;
 use super::split::room;
 use super::{Call, Launch, Launches, Parameter, UNLIMITED, decode, max_tiles};
 use crate::cuda::device::Device;
-use crate::cuda::enqueue::LaunchConfig;
+use crate::cuda::enqueue::{LaunchAttributes, LaunchConfig};
 use crate::cuda::kernel_launch::NEXT_TILE_BYTES;
 use crate::cuda::params::attention::AttentionParams;
 use crate::cuda::params::hopper_prefill::{HopperPrefillParams, PageDivisor};
@@ -107,7 +107,8 @@ impl HopperPrefill {
         let parameter =
             Parameter::Prefill(PrefillParameter { prefill: *self, problem, attention: *attention, next_tile });
         let launch = Launch::new(kernel, self.variant(kernel, problem)?, self.shape(problem, tiles, device), parameter);
-        Ok(Launch { next_tile, ..launch })
+        let attributes = LaunchAttributes { starts_early: !next_tile.is_null(), ..LaunchAttributes::NONE };
+        Ok(Launch { attributes, next_tile, ..launch })
     }
 
     /// The index of `kernel`'s variant for the call in the table of variants.

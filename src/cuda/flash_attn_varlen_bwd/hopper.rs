@@ -9,7 +9,7 @@ use super::head_splits::{self, PartialGradients};
 use super::tensor_maps::TensorMapConfig;
 use super::{Launch, Parameter, sinks, widens_gradients};
 use crate::cuda::device::Device;
-use crate::cuda::enqueue::LaunchConfig;
+use crate::cuda::enqueue::{LaunchAttributes, LaunchConfig};
 use crate::cuda::params::attention_bwd::BackwardParams;
 use crate::cuda::params::hopper_bwd::{BackwardPlan, HopperBackwardParams, SequencePlan};
 use crate::cuda::tensor_map::{TensorMap, supports_tma};
@@ -222,17 +222,20 @@ impl WorkspaceLayout {
 /// A kernel's name, launch configuration and axis values. Its parameter begins with a [`HopperBackwardParams`].
 pub(super) type KernelStep<'a> = (&'static str, LaunchConfig, &'a [&'static str]);
 
-/// The launches of `steps`, followed by that of the sinks' gradients if the call has any.
+/// The launches of `prepare` and `main`, followed by that of the sinks' gradients if the call has any. The main kernel starts
+/// while the last CTAs of `prepare` run, and waits for their end before it reads anything (`wait_for_previous_kernel`).
 pub(super) fn build_launches<'p>(
     problem: &FlashAttnVarlenBwd,
-    steps: &[KernelStep],
+    [prepare, main]: [KernelStep; 2],
     parameter: &Parameter<'p>,
 ) -> Result<Vec<Launch<'p>>> {
-    let launch_of = |&(kernel, config, values): &KernelStep| {
+    let launch_of = |(kernel, config, values): KernelStep| {
         let variant = variants::find(kernel, values)?;
         Ok(Launch::new(kernel, variant, config, parameter.clone()))
     };
-    steps.iter().map(launch_of).chain(sinks(problem, parameter.clone()).transpose()).collect()
+    let attributes = LaunchAttributes { starts_early: true, ..LaunchAttributes::NONE };
+    let main = Launch { attributes, ..launch_of(main)? };
+    Ok([launch_of(prepare)?, main].into_iter().chain(sinks(problem, parameter.clone())?).collect())
 }
 
 /// A parameter that is made once, by the first launch that needs it, and shared by the others.
@@ -276,7 +279,7 @@ impl HopperBackward {
         let values = [dtype, self.tile.head_dim_value, self.tile.logits];
         let steps = [("hopper_bwd_prepare", prepare, &values[..2]), ("hopper_bwd", main, &values[..])];
         let params = defer_params(move || layout.params(problem, &device, &self.tensor_maps(problem)));
-        let mut launches = build_launches(problem, &steps, &Parameter::Hopper(params))?;
+        let mut launches = build_launches(problem, steps, &Parameter::Hopper(params))?;
         launches.extend(head_splits::combine(
             problem,
             layout.log2_head_splits,

@@ -86,7 +86,7 @@ impl HopperWideBackward {
                 dout: dout.encode(problem)?,
             })
         });
-        build_launches(problem, &steps, &Parameter::HopperWide(params))
+        build_launches(problem, steps, &Parameter::HopperWide(params))
     }
 
     /// Tensor maps of q, k, v, dout, dk, dv for the kernel of dK and dV, which streams q and dout.

@@ -9,6 +9,7 @@ pub(crate) mod attention;
 pub(crate) mod attention_bwd;
 pub(crate) mod attention_bwd_sinks;
 pub(crate) mod cache_rows;
+pub(crate) mod clear_tile_counter;
 pub(crate) mod cluster_decode;
 pub(crate) mod combine;
 pub(crate) mod divisor;
@@ -39,6 +40,7 @@ kernel_params!(
     attention::AttentionParams,
     attention_bwd::BackwardParams,
     cache_rows::CacheUpdateParams,
+    clear_tile_counter::ClearTileCounterParams,
     gather_kv_cache::GatherParams,
     hopper_bwd::CombineGradientsParams,
     hopper_bwd::HopperBackwardParams,

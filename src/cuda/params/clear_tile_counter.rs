@@ -1,0 +1,8 @@
+//! The parameter of `clear_tile_counter`.
+
+/// Clears the tile counter of the kernel that is launched after it.
+#[derive(Clone, Copy)]
+#[repr(C)]
+pub struct ClearTileCounterParams {
+    pub next_tile: *mut u64,
+}
