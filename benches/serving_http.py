@@ -6,8 +6,8 @@ python benches/serving_http.py --clients 1,64 --platform cpu --seconds 5 -- --ba
 Every client streams one completion after the other, of random prompts and a fixed number of tokens. The model is a
 random one with the shapes of SmolLM2-135M, or that of --model. What follows -- are options of the server, which counts
 tokens and steps, in the time after a warm-up. A line of JSON per number of clients: "gpu_busy" is nvidia-smi's
-utilization, the share of time in which a kernel ran; "late_steps" is the share of steps before which the device had
-nothing left to do; "cpu_us_per_step" is the time that each process of the server computed, the engine's
+utilization, the share of time in which a kernel ran; "late_launches" is the share of launches before which the
+device had nothing left to do; "cpu_us_per_step" is the time that each process of the server computed, the engine's
 first. With --stub-ms the steps compute nothing and take that long, which measures all but the device.
 """
 
@@ -176,7 +176,8 @@ def measure(count: int, options: argparse.Namespace) -> dict:
         "first_token_ms": round(statistics.median(first for first, _ in times) * 1e3, 2),
         "between_tokens_ms": round(statistics.median(between) * 1e3, 3),
         "steps_per_second": round(counted["steps"] / seconds, 1),
-        "late_steps": round(counted["late_steps"] / max(counted["steps"], 1), 3),
+        "steps_per_launch": round(counted["steps"] / max(counted["launches"], 1), 2),
+        "late_launches": round(counted["late_launches"] / max(counted["launches"], 1), 3),
         "cpu_us_per_step": [round(value / max(counted["steps"], 1) * 1e6) for value in used],
         "gpu_busy": busy,
     }

@@ -18,6 +18,9 @@ from generate import DTYPES, UsageError, positive, select_devices
 from serve.processes import FrontLostError, default_count, end_by, front_processes
 from serve.processes import serve as serve_engine
 
+# The host's time per step is then less than the GPU's (docs/serving.md, "Speed").
+GPU_STEPS_PER_LAUNCH = 2
+
 
 def parse_arguments(arguments: list[str] | None) -> argparse.Namespace:
     """The command line."""
@@ -32,6 +35,12 @@ def parse_arguments(arguments: list[str] | None) -> argparse.Namespace:
     )
     parser.add_argument("--max-num-seqs", type=positive, default=16, help="largest number of sequences in a step")
     parser.add_argument("--token-budget", type=positive, default=128, help="largest number of tokens in a step")
+    parser.add_argument(
+        "--steps-per-launch",
+        type=positive,
+        help="decode steps that are launched, and answered, at a time "
+        f"(default: {GPU_STEPS_PER_LAUNCH} on a GPU without --batch-invariant, else 1)",
+    )
     parser.add_argument("--max-waiting", type=positive, default=256, help="sequences that may wait; more get 503")
     parser.add_argument("--pages", type=positive, default=512, help="pages of the cache of each layer")
     parser.add_argument("--page-size", type=positive, default=16, help="tokens per page")
@@ -68,6 +77,10 @@ def serve(options: argparse.Namespace) -> int | None:
 
     if options.token_budget < options.max_num_seqs:
         raise UsageError(f"--token-budget is {options.token_budget}, expected at least --max-num-seqs")
+    if options.batch_invariant and (options.steps_per_launch or 1) > 1:
+        raise UsageError(f"--steps-per-launch is {options.steps_per_launch}, expected 1 with --batch-invariant")
+    is_several = devices[0].platform != "cpu" and not options.batch_invariant
+    steps_per_launch = options.steps_per_launch or (GPU_STEPS_PER_LAUNCH if is_several else 1)
     path = options.model or default_model_path()
     dtype = DTYPES[options.dtype or ("float32" if devices[0].platform == "cpu" else "bfloat16")]
     listener = bind(options.host, options.port)
@@ -80,6 +93,7 @@ def serve(options: argparse.Namespace) -> int | None:
         options.token_budget,
         prefix_cache=not options.no_prefix_cache,
         batch_invariant=options.batch_invariant,
+        steps_per_launch=steps_per_launch,
     )
     engine = Engine(checkpoint.config, checkpoint.weights, sizes, checkpoint.tokenizer.stop_tokens)
     # The front processes start while the programs are compiled.

@@ -1,8 +1,8 @@
 """Runs the schedule: what each step computes, its results, and statistics.
 
-A step is scheduled and launched while those before it run: the tokens that it needs are on the device already. The
-results are read two steps late, so that neither the device nor the launching thread waits for what is done with them. A
-sequence that a stop token ends has up to two more rows computed, which are dropped.
+Steps are scheduled and launched while those before them run: the tokens that they need are on the device already. The
+results are read two launches late, so that neither the device nor the launching thread waits for what is done with
+them. A sequence that a stop token ends has a row computed in each step launched until then, which are dropped.
 """
 
 import time
@@ -15,15 +15,16 @@ from typing import NamedTuple
 import jax
 import numpy as np
 
-from .batch import BatchBuilder
+from .batch import BatchBuilder, StepBatch
 from .config import LlamaConfig
 from .options import Sampling
 from .programs import Results, StepPrograms
+from .sampling import SamplingBatch
 from .scheduler import Chunk, RequestError, Scheduler, Sequence
 from .spread import Spread
 from .weights import LlamaWeights
 
-# Steps that are launched before the results of the one before them are read.
+# Launches, each of `steps_per_launch` steps, before the results of the one before them are read.
 READ_LAG = 2
 
 
@@ -36,6 +37,8 @@ class EngineConfig:
         prefix_cache: whether prompts that begin alike share pages.
         batch_invariant: whether the results of a sequence are the same bits whatever else is computed. All steps are
             then one program, with `token_budget` rows, and chunks of prompts are attended to row by row.
+        steps_per_launch: how many steps are launched at a time where the same number of rows is computed in each and
+            none samples. Their tokens arrive together. 1 with `batch_invariant`.
     """
 
     num_pages: int
@@ -44,6 +47,12 @@ class EngineConfig:
     token_budget: int
     prefix_cache: bool = False
     batch_invariant: bool = False
+    steps_per_launch: int = 1
+
+    def __post_init__(self) -> None:
+        if self.steps_per_launch < 1 or (self.batch_invariant and self.steps_per_launch > 1):
+            limits = "1 because of batch_invariant" if self.batch_invariant else "at least 1"
+            raise ValueError(f"steps_per_launch is {self.steps_per_launch}, expected {limits}")
 
 
 class Token(NamedTuple):
@@ -61,13 +70,24 @@ class Token(NamedTuple):
     top: tuple[tuple[int, float], ...] = ()
 
 
+class Prepared(NamedTuple):
+    """A step that is scheduled but not launched; `options` where it samples."""
+
+    chunks: list[Chunk]
+    start: float
+    bucket: int
+    batch: StepBatch
+    options: SamplingBatch | None
+
+
 @dataclass(frozen=True)
 class Launched:
-    """A step that the device computes."""
+    """A step that the device computes, the step `index` of its launch."""
 
     chunks: list[Chunk]
     start: float
     results: Future[Results]
+    index: int
 
 
 @dataclass
@@ -97,7 +117,8 @@ class EngineStats:
     prefill: Throughput = field(default_factory=Throughput)
     decode: Throughput = field(default_factory=Throughput)
     mixed_steps: int = 0
-    late_steps: int = 0  # launched when the step before had ended: the device waited for the host
+    launches: int = 0
+    late_launches: int = 0  # made when the launch before had ended: the device waited for the host
     compile_seconds: float = 0.0
 
     @property
@@ -139,7 +160,9 @@ class Engine:
         self.scheduler = self.new_scheduler(sizes.num_pages, sizes.token_budget, stop_tokens)
         self._builder = BatchBuilder(sizes.max_num_seqs, self.max_pages_per_seq, sizes.page_size)
         cache_shape = sizes.num_pages, sizes.page_size
-        self._programs = StepPrograms(config, weights, self._builder, cache_shape, sizes.batch_invariant, spread)
+        self._programs = StepPrograms(
+            config, weights, self._builder, cache_shape, sizes.batch_invariant, spread, sizes.steps_per_launch
+        )
         self._in_flight: deque[Launched] = deque()
         self._last_read = 0.0
 
@@ -198,21 +221,20 @@ class Engine:
         return sorted(self.scheduler.finished, key=lambda sequence: sequence.index)
 
     def step(self, on_compile: Callable[[int], None] | None = None) -> list[Token]:
-        """Launch the next step, if there is one, and then read the oldest one, if it is time: its tokens."""
-        chunks = self.scheduler.schedule() if self.scheduler.has_work else []
-        if chunks:
-            self._in_flight.append(self._launch(chunks, on_compile))
-        if self._in_flight and (not chunks or len(self._in_flight) > READ_LAG):
+        """Launch the next steps, if it is time and there are any, and then read the oldest one likewise: its tokens."""
+        lag = READ_LAG * self.sizes.steps_per_launch
+        launches = len(self._in_flight) <= lag and self._launch_next(on_compile)
+        if self._in_flight and (not launches or len(self._in_flight) > lag):
             return self._read(self._in_flight.popleft())
         return []
 
     @property
     def num_programs(self) -> int:
-        """How many programs `compile_all` compiles at most: a step and a sampler per bucket."""
-        return 2 * len(self._buckets())
+        """How many programs `compile_all` compiles at most."""
+        return self._programs.num_programs(self._buckets())
 
-    def compile_all(self) -> Iterator[int]:
-        """Compile the programs of every bucket that has none yet, several at a time; yields the rows of each.
+    def compile_all(self) -> Iterator[None]:
+        """Compile the programs of every bucket that has none yet, several at a time; yields after each.
 
         The threads that do it have JAX's global configuration, not what a context manager of the caller changes.
         """
@@ -232,7 +254,27 @@ class Engine:
         """Rows of the step that computes `num_tokens`: a power of two, the same for all if it is batch-invariant."""
         return 1 << ((self.sizes.token_budget if self.sizes.batch_invariant else num_tokens) - 1).bit_length()
 
-    def _launch(self, chunks: list[Chunk], on_compile: Callable[[int], None] | None) -> Launched:
+    def _launch_next(self, on_compile: Callable[[int], None] | None) -> bool:
+        """Launch the next steps, one if the device has nothing to do; False if there is none."""
+        prepared: list[Prepared] = []
+        most = self.sizes.steps_per_launch if self._in_flight else 1
+        while len(prepared) < most and self.scheduler.has_work and (chunks := self.scheduler.schedule()):
+            prepared.append(self._prepare(chunks, on_compile))
+            self.scheduler.advance(chunks)
+        if len(prepared) == self.sizes.steps_per_launch and self._are_one_launch(prepared):
+            self._launch(prepared)
+        else:
+            for one in prepared:
+                self._launch([one])
+        return bool(prepared)
+
+    def _are_one_launch(self, prepared: list[Prepared]) -> bool:
+        bucket = prepared[0].bucket
+        if any(one.bucket != bucket or one.options for one in prepared):
+            return False
+        return self._programs.is_compiled(bucket, False, len(prepared))
+
+    def _prepare(self, chunks: list[Chunk], on_compile: Callable[[int], None] | None) -> Prepared:
         bucket = self._bucket(sum(chunk.length for chunk in chunks))
         samples = not all(chunk.sequence.sampling.is_argmax for chunk in chunks)
         if not self._programs.is_compiled(bucket, samples):
@@ -244,17 +286,22 @@ class Engine:
         start = time.perf_counter()
         batch = self._builder.build(chunks, bucket)
         options = self._builder.build_sampling(chunks, bucket) if samples else None
-        results = self._programs.launch(bucket, batch, options, bool(self._in_flight))
-        self.scheduler.advance(chunks)
-        return Launched(chunks, start, results)
+        return Prepared(chunks, start, bucket, batch, options)
+
+    def _launch(self, prepared: list[Prepared]) -> None:
+        first, batches = prepared[0], [one.batch for one in prepared]
+        results = self._programs.launch(first.bucket, batches, first.options, bool(self._in_flight))
+        self._in_flight += (Launched(one.chunks, one.start, results, index) for index, one in enumerate(prepared))
 
     def _read(self, launched: Launched) -> list[Token]:
         chunks, results = launched.chunks, launched.results.result()
         sampled = results.sampled
-        tokens = np.asarray(results.tokens)[: len(chunks)].tolist()
+        tokens = np.atleast_2d(results.tokens)[launched.index, : len(chunks)].tolist()
         now = time.perf_counter()
         self.stats.record(chunks, now - max(launched.start, self._last_read))
-        self.stats.late_steps += results.is_late
+        if launched.index == 0:
+            self.stats.launches += 1
+            self.stats.late_launches += results.is_late
         self._last_read = now
         logprobs = None
         if any(chunk.sequence.sampling.logprobs for chunk in chunks):

@@ -1,8 +1,9 @@
-"""The compiled programs of a step, and what they leave on the device. A thread of its own launches them in order.
+"""The compiled programs of steps, and what they leave on the device. A thread of its own launches them in order.
 
 XLA runs a step on the GPU as a CUDA graph, which it brings up to date before a launch if the address of a buffer has
 changed. So every buffer of a step stays where it is: its inputs are copied into an array that is kept, and its results
-are written over those of the step before.
+are written over those of the step before. A launch takes about as much of the host's time as a small model's step takes
+of the GPU's, so there is also a program of several steps, without sampling, for each number of rows that decode has.
 """
 
 import os
@@ -33,13 +34,13 @@ Value = TypeVar("Value")
 
 
 class Results(NamedTuple):
-    """What a launched step gives.
+    """What a launch gives.
 
     Attributes
     ----------
-        tokens: i32 [S], on their way to the host.
+        tokens: i32 [N, S] of N steps, on their way to the host; [S] where it sampled.
         sampled: the choices, where the step sampled.
-        is_late: whether the step before had ended at the launch, so that the device waited for the host.
+        is_late: whether the launch before had ended, so that the device waited for the host.
     """
 
     tokens: jax.Array
@@ -49,7 +50,7 @@ class Results(NamedTuple):
 
 @dataclass
 class Kept:
-    """The arrays of a step that stay at their addresses: its packed inputs and its results."""
+    """The arrays of a program that stay at their addresses: its packed inputs `[N, ...]` and its results."""
 
     packed: jax.Array
     predicted: Predicted
@@ -69,6 +70,7 @@ class StepPrograms:
         cache_shape: tuple[int, int],
         batch_invariant: bool,
         spread: Spread | None,
+        steps_per_launch: int,
     ) -> None:
         make: Callable = make_caches
         self._attend: Attend = update_and_attend_by_row if batch_invariant else update_and_attend
@@ -77,11 +79,13 @@ class StepPrograms:
             weights, make, self._attend = spread.place_weights(weights), spread.make_caches, spread.attend
             self._place = partial(jax.device_put, device=spread.sharding())
         self._config, self._weights, self._builder = config, weights, builder
+        self._steps_per_launch = steps_per_launch
         slots = builder.max_num_seqs
         on_all = self._place((jnp.zeros(slots, jnp.int32), make_counts(slots, config.vocab_size)))
         self._state = StepState(make(config, *cache_shape, weights.embed.dtype), *on_all)
-        self._kept: dict[int, Kept] = {}
-        self._steps: dict[int, jax.stages.Compiled] = {}
+        # By bucket and number of steps.
+        self._kept: dict[tuple[int, int], Kept] = {}
+        self._steps: dict[tuple[int, int], jax.stages.Compiled] = {}
         self._samplers: dict[int, jax.stages.Compiled] = {}
         self._last_tokens: jax.Array | None = None
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="launch")
@@ -92,46 +96,51 @@ class StepPrograms:
         """One `[P, page_size, 2 * Hkv, D]` per layer; every step writes them in place."""
         return self._state.caches
 
-    def launch(self, bucket: int, batch: StepBatch, options: SamplingBatch | None, follows: bool) -> Future[Results]:
-        """Have the device compute a step, which samples if there are `options`, behind those launched before.
+    def launch(
+        self, bucket: int, batches: list[StepBatch], options: SamplingBatch | None, follows: bool
+    ) -> Future[Results]:
+        """Have the device compute steps behind those launched before. A single step samples if there are `options`.
 
-        `follows`: whether the results of the step before have not been read yet.
+        `follows`: whether the results of the launch before have not been read yet.
         """
-        return self._thread.submit(self._launch, bucket, pack(batch), options, follows)
+        return self._thread.submit(self._launch, bucket, np.stack([pack(batch) for batch in batches]), options, follows)
 
-    def is_compiled(self, bucket: int, samples: bool) -> bool:
-        """Whether a step of so many rows has its programs."""
-        return bucket in self._steps and (not samples or bucket in self._samplers)
+    def is_compiled(self, bucket: int, samples: bool, num_steps: int = 1) -> bool:
+        """Whether a launch of steps of so many rows has its programs."""
+        return (bucket, num_steps) in self._steps and (not samples or bucket in self._samplers)
 
     def compile(self, bucket: int, samples: bool) -> None:
-        """Compile the programs of a bucket that are missing, and run them once, which loads their kernels."""
-        self._keep([bucket])
-        if bucket not in self._steps:
-            self._steps[bucket] = self._in_thread(self._compiled_step, bucket)
+        """Compile what a single step of a bucket needs and lacks, and run it once, which loads the kernels."""
+        one = bucket, 1
+        self._keep([one])
+        if one not in self._steps:
+            self._steps[one] = self._in_thread(self._compiled_step, one)
         if samples and bucket not in self._samplers:
             self._samplers[bucket] = self._in_thread(self._compiled_sampler, bucket)
-        self._run_padding(bucket, samples)
+        self._run_padding(bucket, 1, samples)
 
-    def compile_all(self, buckets: list[int]) -> Iterator[int]:
-        """Compile what is missing of all buckets, several at a time; yields the bucket of each program.
+    def compile_all(self, buckets: list[int]) -> Iterator[None]:
+        """Compile what is missing of all buckets, several programs at a time; yields after each.
 
         The threads that do it have JAX's global configuration, not what a context manager of the caller changes.
         """
-        self._keep(buckets)
-        kinds = (self._steps, self._compiled_step), (self._samplers, self._compiled_sampler)
+        keys = self._step_keys(buckets)
+        self._keep(keys)
+        kinds = (self._steps, self._compiled_step, keys), (self._samplers, self._compiled_sampler, buckets)
         with ThreadPoolExecutor(min(os.cpu_count() or 1, MAX_COMPILING)) as pool:
             programs = {
-                pool.submit(compiled, bucket): (to, bucket)
-                for to, compiled in kinds
-                for bucket in buckets
-                if bucket not in to
+                pool.submit(compiled, key): (to, key) for to, compiled, of in kinds for key in of if key not in to
             }
             for done in as_completed(programs):
-                to, bucket = programs[done]
-                to[bucket] = done.result()
-                yield bucket
-        for bucket in buckets:
-            self._run_padding(bucket, True)
+                to, key = programs[done]
+                to[key] = done.result()
+                yield
+        for bucket, num_steps in keys:
+            self._run_padding(bucket, num_steps, num_steps == 1)
+
+    def num_programs(self, buckets: list[int]) -> int:
+        """How many programs `compile_all` compiles at most."""
+        return len(self._step_keys(buckets)) + len(buckets)
 
     def compiled_text(self) -> str:
         """The optimised HLO of the smallest step compiled so far; a step must have been compiled."""
@@ -140,23 +149,31 @@ class StepPrograms:
     def _in_thread(self, function: Callable[..., Value], *arguments: object) -> Value:
         return self._thread.submit(function, *arguments).result()
 
-    def _keep(self, buckets: list[int]) -> None:
-        """Make the arrays of buckets that have none yet."""
-        for bucket in buckets:
-            if bucket not in self._kept:
+    def _step_keys(self, buckets: list[int]) -> list[tuple[int, int]]:
+        """The programs of one step, and those of several for the buckets of decode."""
+        keys = [(bucket, 1) for bucket in buckets]
+        if self._steps_per_launch > 1:
+            keys += [(b, self._steps_per_launch) for b in buckets if b < 2 * self._builder.max_num_seqs]
+        return keys
+
+    def _keep(self, keys: list[tuple[int, int]]) -> None:
+        """Make the arrays of programs that have none yet."""
+        for bucket, num_steps in keys:
+            if (bucket, num_steps) not in self._kept:
                 entries = self._builder.num_entries(bucket)
                 predicted = Predicted(
-                    jnp.zeros(entries, jnp.int32),
+                    jnp.zeros((num_steps, entries), jnp.int32),
                     jnp.zeros((entries, self._config.vocab_size), jnp.float32),
                     jnp.zeros(bucket, jnp.int32),
                 )
-                packed = jnp.asarray(pack(self._builder.build([], bucket)))
-                self._kept[bucket] = Kept(*self._place((packed, predicted)))
+                packed = jnp.asarray(np.tile(pack(self._builder.build([], bucket)), (num_steps, 1)))
+                self._kept[bucket, num_steps] = Kept(*self._place((packed, predicted)))
 
-    def _compiled_step(self, bucket: int) -> jax.stages.Compiled:
+    def _compiled_step(self, key: tuple[int, int]) -> jax.stages.Compiled:
+        bucket, _ = key
         sizes = bucket, self._builder.num_entries(bucket), self._builder.max_pages_per_seq
-        run = partial(packed_step, self._config, self._attend, sizes)
-        kept = self._kept[bucket]
+        run = partial(packed_steps, self._config, self._attend, sizes)
+        kept = self._kept[key]
         # A result takes the place of the next donated array of its shape, so both have the same order.
         donated = kept.predicted, self._state
         shardings = jax.tree.map(lambda array: array.sharding, donated)
@@ -164,21 +181,22 @@ class StepPrograms:
         return jitted.lower(self._weights, *donated, kept.packed).compile()
 
     def _compiled_sampler(self, bucket: int) -> jax.stages.Compiled:
-        options, predicted = self._builder.build_sampling([], bucket), self._kept[bucket].predicted
+        options, predicted = self._builder.build_sampling([], bucket), self._kept[bucket, 1].predicted
         arguments = self._state.counts, self._state.last_tokens, predicted.logits, predicted.token_ids, options
         return jax.jit(sample, donate_argnums=(0, 1)).lower(*arguments).compile()
 
-    def _run_padding(self, bucket: int, samples: bool) -> None:
-        """A step of padding rows, which writes no cache entry."""
+    def _run_padding(self, bucket: int, num_steps: int, samples: bool) -> None:
+        """Steps of padding rows, which write no cache entry."""
         options = self._builder.build_sampling([], bucket) if samples else None
-        results = self.launch(bucket, self._builder.build([], bucket), options, False).result()
+        results = self.launch(bucket, [self._builder.build([], bucket)] * num_steps, options, False).result()
         jax.block_until_ready(results.tokens)
 
     def _launch(self, bucket: int, packed: np.ndarray, options: SamplingBatch | None, follows: bool) -> Results:
         is_late = follows and self._last_tokens.is_ready()
-        kept = self._kept[bucket]
+        key = bucket, len(packed)
+        kept = self._kept[key]
         kept.packed = replaced(kept.packed, packed)
-        kept.predicted, self._state = self._steps[bucket](self._weights, kept.predicted, self._state, kept.packed)
+        kept.predicted, self._state = self._steps[key](self._weights, kept.predicted, self._state, kept.packed)
         if options is None:
             sampled, tokens = None, copied(kept.predicted.tokens)
         else:
@@ -198,7 +216,7 @@ class StepPrograms:
 @partial(jax.jit, donate_argnums=0)
 def replaced(old: jax.Array, new: jax.Array) -> jax.Array:
     """`new` in the memory of `old`."""
-    return jax.lax.dynamic_update_slice(old, new, (0,))
+    return jax.lax.dynamic_update_slice(old, new, (0, 0))
 
 
 @jax.jit
@@ -207,7 +225,7 @@ def copied(array: jax.Array) -> jax.Array:
     return array + 0
 
 
-def packed_step(
+def packed_steps(
     config: LlamaConfig,
     attend: Attend,
     sizes: tuple[int, int, int],
@@ -216,5 +234,13 @@ def packed_step(
     state: StepState,
     packed: jax.Array,
 ) -> tuple[Predicted, StepState]:
-    """`step` on the arrays that `pack` made one, of `sizes` T, S and M; the results of the step before are donated."""
-    return step(config, attend, weights, state, unpack(packed, *sizes))
+    """`step` on each row of `packed`, the arrays that `pack` made one, of `sizes` T, S and M.
+
+    The tokens are those of each step, the rest of the predictions is of the last. The results of the launch before are
+    donated.
+    """
+    tokens = []
+    for row in packed:
+        predicted, state = step(config, attend, weights, state, unpack(row, *sizes))
+        tokens.append(predicted.tokens)
+    return predicted._replace(tokens=jnp.stack(tokens)), state

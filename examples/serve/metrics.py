@@ -22,7 +22,8 @@ COUNTERS = {
     "prefix_cache_queries": "Tokens looked up in the prefix cache",
     "prefix_cache_hits": "Tokens that the prefix cache had",
     "steps": "Steps of the engine",
-    "late_steps": "Steps before which the device waited for the host",
+    "launches": "Launches of the engine, each of one step or several",
+    "late_launches": "Launches before which the device waited for the host",
 }
 HISTOGRAMS = {
     "time_to_first_token_seconds": "Arrival to first token",

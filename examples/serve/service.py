@@ -254,7 +254,8 @@ class Service:
             "prefix_cache_queries": scheduler.prefix_queries,
             "prefix_cache_hits": scheduler.prefix_hits,
             "steps": stats.num_steps,
-            "late_steps": stats.late_steps,
+            "launches": stats.launches,
+            "late_launches": stats.late_launches,
         }
         histograms = {"time_to_first_token_seconds": self._first, "inter_token_latency_seconds": self._between}
         return Snapshot(values, {name: (h.counts, h.total) for name, h in histograms.items()})

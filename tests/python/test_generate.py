@@ -27,10 +27,15 @@ def tiny_gguf(tmp_path_factory) -> Path:
 
 @pytest.fixture(scope="module", params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 def tiny_engine(request, tiny_gguf):
-    """An engine for the tiny model with 40 pages of 4 tokens, 3 slots and a budget of 16, on each platform."""
+    """An engine for the tiny model with 40 pages of 4 tokens, 3 slots and a budget of 16, on each platform.
+
+    It launches two steps at a time where that can be.
+    """
     with jax.default_device(jax.devices(request.param)[0]), jax.default_matmul_precision("highest"):
         checkpoint = load_checkpoint(tiny_gguf, jnp.float32)
-        yield Engine(checkpoint.config, checkpoint.weights, EngineConfig(40, 4, 3, 16))
+        engine = Engine(checkpoint.config, checkpoint.weights, EngineConfig(40, 4, 3, 16, steps_per_launch=2))
+        assert len(list(engine.compile_all())) == engine.num_programs == 5 + 5 + 3
+        yield engine
 
 
 def generate_with(engine: Engine, prompts, max_new_tokens, *, num_pages, token_budget, stop_tokens=frozenset()):
@@ -66,6 +71,8 @@ def test_a_schedule_generates_the_text_of_dense_attention(tiny_engine, lengths, 
         expected_tokens(prompt, tokens) for prompt in prompts
     ]
     assert happened(tiny_engine, sequences)
+    stats = tiny_engine.stats
+    assert stats.num_steps / 2 < stats.launches < stats.num_steps
 
 
 def test_the_caches_are_updated_in_place(tiny_engine):

@@ -134,11 +134,17 @@ def checkpoint(tmp_path_factory):
     return load_checkpoint(path, jnp.float32)
 
 
-@pytest.mark.parametrize("batch_invariant", [False, True])
-def test_texts_are_those_of_numpy_in_every_batch_evicted_or_from_the_prefix_cache(checkpoint, batch_invariant):
-    sizes = EngineConfig(16, 4, 4, 16, prefix_cache=True, batch_invariant=batch_invariant)
+@pytest.mark.parametrize(
+    ("batch_invariant", "steps_per_launch", "num_programs"), [(False, 1, 10), (True, 1, 2), (False, 3, 13)]
+)
+def test_texts_are_those_of_numpy_in_every_batch_evicted_or_from_the_prefix_cache(
+    checkpoint, batch_invariant, steps_per_launch, num_programs
+):
+    sizes = EngineConfig(
+        16, 4, 4, 16, prefix_cache=True, batch_invariant=batch_invariant, steps_per_launch=steps_per_launch
+    )
     engine = Engine(checkpoint.config, checkpoint.weights, sizes)
-    assert len(list(engine.compile_all())) == engine.num_programs == (2 if batch_invariant else 10)
+    assert len(list(engine.compile_all())) == engine.num_programs == num_programs
     expected = [expected_text(p, s, 16) for p, s in zip(PROMPTS, SAMPLINGS, strict=True)]
     assert expected[1] == list(expected_tokens(PROMPTS[1], 16))
     for order in ((0, 1, 2, 3, 4), (4, 2, 1, 0, 3), (3,), (1,)):
@@ -148,6 +154,14 @@ def test_texts_are_those_of_numpy_in_every_batch_evicted_or_from_the_prefix_cach
             assert sequence.generated == expected[index], index
     assert engine.scheduler.num_evictions > 0 and engine.scheduler.prefix_hits > 0
     assert engine.scheduler.allocator.num_free == 16
+    assert (engine.stats.launches < engine.stats.num_steps) == (steps_per_launch > 1)
+
+
+def test_steps_that_cannot_be_launched_together_are_refused():
+    with pytest.raises(ValueError, match="steps_per_launch is 2, expected 1 because of batch_invariant"):
+        EngineConfig(16, 4, 4, 16, batch_invariant=True, steps_per_launch=2)
+    with pytest.raises(ValueError, match="steps_per_launch is 0, expected at least 1"):
+        EngineConfig(16, 4, 4, 16, steps_per_launch=0)
 
 
 def logprob_bits(engine: Engine, sequences: list[Sequence]) -> dict[Sequence, list]:

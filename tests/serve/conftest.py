@@ -35,6 +35,7 @@ def server(model):
     """A server for all tests that leave it as it was."""
     from running import Running
 
-    running = Running(model)
+    # Steps launched together are the default on a GPU.
+    running = Running(model, "--steps-per-launch", "2")
     yield running
     running.stop()

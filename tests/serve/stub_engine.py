@@ -23,12 +23,12 @@ VOCABULARY = 4096
 class DeviceTokens:
     """Tokens that a step predicts, known from the time `end`."""
 
-    def __init__(self, count: int, end: float) -> None:
-        self.count, self.end = count, end
+    def __init__(self, shape: tuple[int, int], end: float) -> None:
+        self.shape, self.end = shape, end
 
     def __array__(self, dtype: type | None = None, copy: bool | None = None) -> np.ndarray:
         time.sleep(max(self.end - time.perf_counter(), 0))
-        return np.arange(self.count, dtype=np.int32)
+        return np.broadcast_to(np.arange(self.shape[1], dtype=np.int32), self.shape)
 
 
 class StubPrograms:
@@ -38,23 +38,24 @@ class StubPrograms:
         self._step_seconds, self._left, self._end = step_seconds, num_steps, 0.0
         self._thread = ThreadPoolExecutor(1)
 
-    def is_compiled(self, _bucket: int, _samples: bool) -> bool:
+    def is_compiled(self, _bucket: int, _samples: bool, _num_steps: int = 1) -> bool:
         """There is nothing to compile."""
         return True
 
-    def launch(self, _bucket: int, batch: StepBatch, _options: object, follows: bool) -> Future[Results]:
+    def launch(self, _bucket: int, batches: list[StepBatch], _options: object, follows: bool) -> Future[Results]:
         """The packing is the real one, and by the caller as there."""
-        pack(batch)
-        return self._thread.submit(self._launch, len(batch.context_lens), follows)
+        np.stack([pack(batch) for batch in batches])
+        return self._thread.submit(self._launch, (len(batches), len(batches[0].context_lens)), follows)
 
-    def _launch(self, count: int, follows: bool) -> Results:
+    def _launch(self, shape: tuple[int, int], follows: bool) -> Results:
+        num_steps, _ = shape
         if self._left <= 0:
             raise RuntimeError("the device is lost")
-        self._left -= 1
+        self._left -= num_steps
         now = time.perf_counter()
         is_late = follows and now >= self._end
-        self._end = max(now, self._end) + self._step_seconds
-        return Results(DeviceTokens(count, self._end), None, is_late)
+        self._end = max(now, self._end) + num_steps * self._step_seconds
+        return Results(DeviceTokens(shape, self._end), None, is_late)
 
 
 class StubEngine(Engine):
