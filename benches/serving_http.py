@@ -104,13 +104,14 @@ def run_clients(
 ) -> None:
     """`count` clients until the time `end`; puts the times of every completion."""
     rng = random.Random(index)
+    choice = {"temperature": options.temperature, "stream": True, "ignore_eos": True}
 
     async def client() -> list[tuple[float, float]]:
         times = []
         while time.time() < end:
             prompt = [rng.randrange(1000) for _ in range(options.prompt_tokens)]
-            body = {"model": options.name, "prompt": prompt, "max_tokens": options.max_tokens, "temperature": 0}
-            times.append(await complete(options.port, body | {"stream": True, "ignore_eos": True}))
+            body = {"model": options.name, "prompt": prompt, "max_tokens": options.max_tokens}
+            times.append(await complete(options.port, body | choice))
         return times
 
     async def all_clients() -> list[list[tuple[float, float]]]:
@@ -191,6 +192,7 @@ def main() -> None:
     parser.add_argument("--warm-up", type=float, default=5, help="time before it; the clients start in it")
     parser.add_argument("--prompt-tokens", type=int, default=128)
     parser.add_argument("--max-tokens", type=int, default=128)
+    parser.add_argument("--temperature", type=float, default=0, help="0 takes the most likely token")
     parser.add_argument("--model", type=Path)
     parser.add_argument("--stub-ms", type=float, help="milliseconds of a step that computes nothing")
     parser.add_argument("--platform", choices=("cpu", "cuda"), default="cuda")
