@@ -5,7 +5,7 @@ from typing import NamedTuple
 import jax
 import numpy as np
 
-from .sampling import SamplingBatch
+from .sampling import SamplingBatch, sampling_layout
 from .scheduler import UNKNOWN, Chunk, Sequence
 
 # A slot outside the cache is skipped by kv_cache_update.
@@ -34,17 +34,29 @@ def shapes(num_tokens: int, num_seqs: int, max_pages_per_seq: int) -> StepBatch:
     )
 
 
-def pack(batch: StepBatch) -> np.ndarray:
-    """All arrays as one, so that a step has one transfer to the device."""
-    return np.concatenate([array.ravel() for array in batch])
+def pack(batch: StepBatch, options: SamplingBatch) -> np.ndarray:
+    """All arrays as one of i32, so that a step has one transfer to the device. Other dtypes keep their bits."""
+
+    def words(array: np.ndarray) -> np.ndarray:
+        return (array.astype(np.int32) if array.dtype == np.bool_ else array.view(np.int32)).ravel()
+
+    return np.concatenate([words(array) for array in (*batch, *options)])
 
 
-def unpack(packed: jax.Array, num_tokens: int, num_seqs: int, max_pages_per_seq: int) -> StepBatch:
+def unpack(
+    packed: jax.Array, num_tokens: int, num_seqs: int, max_pages_per_seq: int
+) -> tuple[StepBatch, SamplingBatch]:
     """The arrays of `pack`."""
-    of = shapes(num_tokens, num_seqs, max_pages_per_seq)
-    ends = np.cumsum([np.prod(shape) for shape in of])
-    parts = [packed[end - np.prod(shape) : end] for shape, end in zip(of, ends, strict=True)]
-    return StepBatch(*(part.reshape(shape) for part, shape in zip(parts, of, strict=True)))
+    begin = 0
+
+    def take(dtype: type, shape: tuple[int, ...]) -> jax.Array:
+        nonlocal begin
+        end = begin + int(np.prod(shape))
+        words, begin = packed[begin:end].reshape(shape), end
+        return words != 0 if dtype is np.bool_ else jax.lax.bitcast_convert_type(words, dtype)
+
+    batch = StepBatch(*(take(np.int32, shape) for shape in shapes(num_tokens, num_seqs, max_pages_per_seq)))
+    return batch, SamplingBatch(*(take(*of) for of in sampling_layout(num_tokens, num_seqs)))
 
 
 class BatchBuilder:
@@ -53,6 +65,7 @@ class BatchBuilder:
     def __init__(self, max_num_seqs: int, max_pages_per_seq: int, page_size: int) -> None:
         self.max_num_seqs, self.max_pages_per_seq, self.page_size = max_num_seqs, max_pages_per_seq, page_size
         self._tables = np.zeros((max_num_seqs, max_pages_per_seq), np.int32)  # of each sequence slot
+        self._no_sampling: dict[int, SamplingBatch] = {}  # by rows
         # Of each slot: whose table it is, after how many evictions, and how many of its pages are in it.
         self._filled: list[tuple[Sequence | None, int, int]] = [(None, 0, 0)] * max_num_seqs
 
@@ -129,6 +142,12 @@ class BatchBuilder:
             repetition=column([o.repetition_penalty for o in options], np.float32, 1),
             count_rows=count_rows,
         )
+
+    def no_sampling(self, num_tokens: int) -> SamplingBatch:
+        """Options for a step that does not sample; made once."""
+        if num_tokens not in self._no_sampling:
+            self._no_sampling[num_tokens] = self.build_sampling([], num_tokens)
+        return self._no_sampling[num_tokens]
 
     def _update_table(self, sequence: Sequence) -> None:
         owner, evictions, filled = self._filled[sequence.slot]

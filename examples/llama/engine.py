@@ -38,7 +38,7 @@ class EngineConfig:
         batch_invariant: whether the results of a sequence are the same bits whatever else is computed. All steps are
             then one program, with `token_budget` rows, and chunks of prompts are attended to row by row.
         steps_per_launch: how many steps are launched at a time where the same number of rows is computed in each and
-            none samples. Their tokens arrive together. 1 with `batch_invariant`.
+            all sample or none does. Their tokens arrive together. 1 with `batch_invariant`.
     """
 
     num_pages: int
@@ -71,13 +71,13 @@ class Token(NamedTuple):
 
 
 class Prepared(NamedTuple):
-    """A step that is scheduled but not launched; `options` where it samples."""
+    """A step that is scheduled but not launched."""
 
     chunks: list[Chunk]
     start: float
     bucket: int
-    batch: StepBatch
-    options: SamplingBatch | None
+    samples: bool
+    inputs: tuple[StepBatch, SamplingBatch]
 
 
 @dataclass(frozen=True)
@@ -269,10 +269,10 @@ class Engine:
         return bool(prepared)
 
     def _are_one_launch(self, prepared: list[Prepared]) -> bool:
-        bucket = prepared[0].bucket
-        if any(one.bucket != bucket or one.options for one in prepared):
+        bucket, samples = prepared[0].bucket, prepared[0].samples
+        if any((one.bucket, one.samples) != (bucket, samples) for one in prepared):
             return False
-        return self._programs.is_compiled(bucket, False, len(prepared))
+        return self._programs.is_compiled(bucket, samples, len(prepared))
 
     def _prepare(self, chunks: list[Chunk], on_compile: Callable[[int], None] | None) -> Prepared:
         bucket = self._bucket(sum(chunk.length for chunk in chunks))
@@ -285,18 +285,18 @@ class Engine:
             self.stats.compile_seconds += time.perf_counter() - start
         start = time.perf_counter()
         batch = self._builder.build(chunks, bucket)
-        options = self._builder.build_sampling(chunks, bucket) if samples else None
-        return Prepared(chunks, start, bucket, batch, options)
+        options = self._builder.build_sampling(chunks, bucket) if samples else self._builder.no_sampling(bucket)
+        return Prepared(chunks, start, bucket, samples, (batch, options))
 
     def _launch(self, prepared: list[Prepared]) -> None:
-        first, batches = prepared[0], [one.batch for one in prepared]
-        results = self._programs.launch(first.bucket, batches, first.options, bool(self._in_flight))
+        first, inputs = prepared[0], [one.inputs for one in prepared]
+        logprobs = first.samples and any(chunk.sequence.sampling.logprobs for one in prepared for chunk in one.chunks)
+        results = self._programs.launch(first.bucket, inputs, first.samples, logprobs, bool(self._in_flight))
         self._in_flight += (Launched(one.chunks, one.start, results, index) for index, one in enumerate(prepared))
 
     def _read(self, launched: Launched) -> list[Token]:
         chunks, results = launched.chunks, launched.results.result()
-        sampled = results.sampled
-        tokens = np.atleast_2d(results.tokens)[launched.index, : len(chunks)].tolist()
+        tokens = np.asarray(results.tokens)[launched.index, : len(chunks)].tolist()
         now = time.perf_counter()
         self.stats.record(chunks, now - max(launched.start, self._last_read))
         if launched.index == 0:
@@ -305,7 +305,7 @@ class Engine:
         self._last_read = now
         logprobs = None
         if any(chunk.sequence.sampling.logprobs for chunk in chunks):
-            logprobs = [np.asarray(array).tolist() for array in sampled[1:]]
+            logprobs = [np.asarray(array)[launched.index].tolist() for array in results.sampled[1:]]
         given = []
         for index in self.scheduler.resolve(chunks, tokens):
             sequence = chunks[index].sequence

@@ -3,7 +3,7 @@
 XLA runs a step on the GPU as a CUDA graph, which it brings up to date before a launch if the address of a buffer has
 changed. So every buffer of a step stays where it is: its inputs are copied into an array that is kept, and its results
 are written over those of the step before. A launch takes about as much of the host's time as a small model's step takes
-of the GPU's, so there is also a program of several steps, without sampling, for each number of rows that decode has.
+of the GPU's, so there are also programs of several steps, for each number of rows that decode has.
 """
 
 import os
@@ -21,6 +21,7 @@ import numpy as np
 from .batch import BatchBuilder, StepBatch, pack, unpack
 from .config import LlamaConfig
 from .model import Attend, Predicted, StepState, make_caches, step, update_and_attend, update_and_attend_by_row
+from .options import MAX_TOP_LOGPROBS
 from .sampling import Sampled, SamplingBatch, make_counts, sample
 from .spread import Spread
 from .weights import LlamaWeights
@@ -33,13 +34,21 @@ SWITCH_SECONDS = 2e-5
 Value = TypeVar("Value")
 
 
+class StepKey(NamedTuple):
+    """A compiled program: so many steps of so many rows. One step is sampled by a second program."""
+
+    bucket: int
+    num_steps: int
+    samples: bool
+
+
 class Results(NamedTuple):
-    """What a launch gives.
+    """What a launch of N steps gives, on its way to the host.
 
     Attributes
     ----------
-        tokens: i32 [N, S] of N steps, on their way to the host; [S] where it sampled.
-        sampled: the choices, where the step sampled.
+        tokens: i32 [N, S].
+        sampled: the choices of each step, where log-probabilities are wanted.
         is_late: whether the launch before had ended, so that the device waited for the host.
     """
 
@@ -50,10 +59,14 @@ class Results(NamedTuple):
 
 @dataclass
 class Kept:
-    """The arrays of a program that stay at their addresses: its packed inputs `[N, ...]` and its results."""
+    """The arrays of a program that stay at their addresses: its packed inputs `[N, ...]` and its results.
+
+    `predicted` has the tokens of each step and the rest of the last one; `sampled` has the choices of each step.
+    """
 
     packed: jax.Array
     predicted: Predicted
+    sampled: Sampled
 
 
 class StepPrograms:
@@ -83,9 +96,8 @@ class StepPrograms:
         slots = builder.max_num_seqs
         on_all = self._place((jnp.zeros(slots, jnp.int32), make_counts(slots, config.vocab_size)))
         self._state = StepState(make(config, *cache_shape, weights.embed.dtype), *on_all)
-        # By bucket and number of steps.
-        self._kept: dict[tuple[int, int], Kept] = {}
-        self._steps: dict[tuple[int, int], jax.stages.Compiled] = {}
+        self._kept: dict[StepKey, Kept] = {}
+        self._steps: dict[StepKey, jax.stages.Compiled] = {}
         self._samplers: dict[int, jax.stages.Compiled] = {}
         self._last_tokens: jax.Array | None = None
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="launch")
@@ -97,21 +109,25 @@ class StepPrograms:
         return self._state.caches
 
     def launch(
-        self, bucket: int, batches: list[StepBatch], options: SamplingBatch | None, follows: bool
+        self, bucket: int, inputs: list[tuple[StepBatch, SamplingBatch]], samples: bool, logprobs: bool, follows: bool
     ) -> Future[Results]:
-        """Have the device compute steps behind those launched before. A single step samples if there are `options`.
+        """Have the device compute a step for each of `inputs`, behind those launched before.
 
-        `follows`: whether the results of the launch before have not been read yet.
+        `samples`: whether tokens are chosen by the options, else the most likely ones are. `logprobs`: whether the
+        results have log-probabilities. `follows`: whether those of the launch before have not been read yet.
         """
-        return self._thread.submit(self._launch, bucket, np.stack([pack(batch) for batch in batches]), options, follows)
+        packed = np.stack([pack(*of_step) for of_step in inputs])
+        return self._thread.submit(self._launch, bucket, packed, samples, logprobs, follows)
 
     def is_compiled(self, bucket: int, samples: bool, num_steps: int = 1) -> bool:
         """Whether a launch of steps of so many rows has its programs."""
-        return (bucket, num_steps) in self._steps and (not samples or bucket in self._samplers)
+        if num_steps > 1:
+            return StepKey(bucket, num_steps, samples) in self._steps
+        return StepKey(bucket, 1, False) in self._steps and (not samples or bucket in self._samplers)
 
     def compile(self, bucket: int, samples: bool) -> None:
         """Compile what a single step of a bucket needs and lacks, and run it once, which loads the kernels."""
-        one = bucket, 1
+        one = StepKey(bucket, 1, False)
         self._keep([one])
         if one not in self._steps:
             self._steps[one] = self._in_thread(self._compiled_step, one)
@@ -135,8 +151,8 @@ class StepPrograms:
                 to, key = programs[done]
                 to[key] = done.result()
                 yield
-        for bucket, num_steps in keys:
-            self._run_padding(bucket, num_steps, num_steps == 1)
+        for key in keys:
+            self._run_padding(key.bucket, key.num_steps, key.samples or key.num_steps == 1)
 
     def num_programs(self, buckets: list[int]) -> int:
         """How many programs `compile_all` compiles at most."""
@@ -149,68 +165,88 @@ class StepPrograms:
     def _in_thread(self, function: Callable[..., Value], *arguments: object) -> Value:
         return self._thread.submit(function, *arguments).result()
 
-    def _step_keys(self, buckets: list[int]) -> list[tuple[int, int]]:
+    def _step_keys(self, buckets: list[int]) -> list[StepKey]:
         """The programs of one step, and those of several for the buckets of decode."""
-        keys = [(bucket, 1) for bucket in buckets]
+        keys = [StepKey(bucket, 1, False) for bucket in buckets]
         if self._steps_per_launch > 1:
-            keys += [(b, self._steps_per_launch) for b in buckets if b < 2 * self._builder.max_num_seqs]
+            of_decode = [bucket for bucket in buckets if bucket < 2 * self._builder.max_num_seqs]
+            keys += [StepKey(b, self._steps_per_launch, samples) for b in of_decode for samples in (False, True)]
         return keys
 
-    def _keep(self, keys: list[tuple[int, int]]) -> None:
-        """Make the arrays of programs that have none yet."""
-        for bucket, num_steps in keys:
-            if (bucket, num_steps) not in self._kept:
-                entries = self._builder.num_entries(bucket)
-                predicted = Predicted(
-                    jnp.zeros((num_steps, entries), jnp.int32),
-                    jnp.zeros((entries, self._config.vocab_size), jnp.float32),
-                    jnp.zeros(bucket, jnp.int32),
-                )
-                packed = jnp.asarray(np.tile(pack(self._builder.build([], bucket)), (num_steps, 1)))
-                self._kept[bucket, num_steps] = Kept(*self._place((packed, predicted)))
+    def _sizes(self, bucket: int) -> tuple[int, int, int]:
+        """Rows, sequences and pages per sequence, as `unpack` takes them."""
+        return bucket, self._builder.num_entries(bucket), self._builder.max_pages_per_seq
 
-    def _compiled_step(self, key: tuple[int, int]) -> jax.stages.Compiled:
-        bucket, _ = key
-        sizes = bucket, self._builder.num_entries(bucket), self._builder.max_pages_per_seq
-        run = partial(packed_steps, self._config, self._attend, sizes)
+    def _padding(self, bucket: int) -> tuple[StepBatch, SamplingBatch]:
+        return self._builder.build([], bucket), self._builder.no_sampling(bucket)
+
+    def _keep(self, keys: list[StepKey]) -> None:
+        """Make the arrays of programs that have none yet."""
+        vocabulary = self._config.vocab_size
+        for key in keys:
+            if key not in self._kept:
+                entries = self._builder.num_entries(key.bucket)
+                each, top = (key.num_steps, entries), min(MAX_TOP_LOGPROBS, vocabulary)
+                predicted = Predicted(
+                    jnp.zeros(each, jnp.int32),
+                    jnp.zeros((entries, vocabulary), jnp.float32),
+                    jnp.zeros(key.bucket, jnp.int32),
+                )
+                sampled = Sampled(
+                    jnp.zeros(each, jnp.int32),
+                    jnp.zeros(each, jnp.float32),
+                    jnp.zeros((*each, top), jnp.int32),
+                    jnp.zeros((*each, top), jnp.float32),
+                )
+                packed = jnp.asarray(np.tile(pack(*self._padding(key.bucket)), (key.num_steps, 1)))
+                self._kept[key] = Kept(*self._place((packed, predicted, sampled)))
+
+    def _compiled_step(self, key: StepKey) -> jax.stages.Compiled:
+        run = partial(packed_steps, self._config, self._attend, self._sizes(key.bucket), key.samples)
         kept = self._kept[key]
         # A result takes the place of the next donated array of its shape, so both have the same order.
-        donated = kept.predicted, self._state
+        donated = (kept.predicted, kept.sampled if key.samples else None), self._state
         shardings = jax.tree.map(lambda array: array.sharding, donated)
         jitted = jax.jit(run, donate_argnums=(1, 2), keep_unused=True, out_shardings=shardings)
         return jitted.lower(self._weights, *donated, kept.packed).compile()
 
     def _compiled_sampler(self, bucket: int) -> jax.stages.Compiled:
-        options, predicted = self._builder.build_sampling([], bucket), self._kept[bucket, 1].predicted
-        arguments = self._state.counts, self._state.last_tokens, predicted.logits, predicted.token_ids, options
-        return jax.jit(sample, donate_argnums=(0, 1)).lower(*arguments).compile()
+        kept = self._kept[StepKey(bucket, 1, False)]
+        donated = kept.sampled, self._state.counts, self._state.last_tokens
+        shardings = jax.tree.map(lambda array: array.sharding, donated)
+        run = partial(sampled_step, self._sizes(bucket))
+        jitted = jax.jit(run, donate_argnums=(0, 1, 2), keep_unused=True, out_shardings=shardings)
+        return jitted.lower(*donated, kept.predicted, kept.packed).compile()
 
     def _run_padding(self, bucket: int, num_steps: int, samples: bool) -> None:
         """Steps of padding rows, which write no cache entry."""
-        options = self._builder.build_sampling([], bucket) if samples else None
-        results = self.launch(bucket, [self._builder.build([], bucket)] * num_steps, options, False).result()
+        for logprobs in (False, samples):
+            results = self.launch(bucket, [self._padding(bucket)] * num_steps, samples, logprobs, False).result()
         jax.block_until_ready(results.tokens)
 
-    def _launch(self, bucket: int, packed: np.ndarray, options: SamplingBatch | None, follows: bool) -> Results:
+    def _launch(self, bucket: int, packed: np.ndarray, samples: bool, logprobs: bool, follows: bool) -> Results:
         is_late = follows and self._last_tokens.is_ready()
-        key = bucket, len(packed)
+        num_steps = len(packed)
+        key = StepKey(bucket, num_steps, samples and num_steps > 1)
         kept = self._kept[key]
         kept.packed = replaced(kept.packed, packed)
-        kept.predicted, self._state = self._steps[key](self._weights, kept.predicted, self._state, kept.packed)
-        if options is None:
-            sampled, tokens = None, copied(kept.predicted.tokens)
-        else:
-            counts, last_tokens, predicted = self._state.counts, self._state.last_tokens, kept.predicted
-            sampled, counts, last_tokens = self._samplers[bucket](
-                counts, last_tokens, predicted.logits, predicted.token_ids, options
+        before = kept.predicted, kept.sampled if key.samples else None
+        (kept.predicted, sampled), self._state = self._steps[key](self._weights, before, self._state, kept.packed)
+        if key.samples:
+            kept.sampled = sampled
+        elif samples:
+            counts, last_tokens = self._state.counts, self._state.last_tokens
+            kept.sampled, counts, last_tokens = self._samplers[bucket](
+                kept.sampled, counts, last_tokens, kept.predicted, kept.packed
             )
             self._state = self._state._replace(counts=counts, last_tokens=last_tokens)
-            tokens = sampled.tokens
+        chosen = kept.sampled if samples else kept.predicted
+        tokens, given = copied((chosen.tokens, kept.sampled if logprobs else None))
         # By this thread, because a copy that another one begins waits until the next launch has ended.
-        for array in (tokens, *(sampled or ())):
+        for array in jax.tree.leaves((tokens, given)):
             array.copy_to_host_async()
         self._last_tokens = tokens
-        return Results(tokens, sampled, is_late)
+        return Results(tokens, given, is_late)
 
 
 @partial(jax.jit, donate_argnums=0)
@@ -220,27 +256,49 @@ def replaced(old: jax.Array, new: jax.Array) -> jax.Array:
 
 
 @jax.jit
-def copied(array: jax.Array) -> jax.Array:
-    """A copy that a later step does not overwrite."""
-    return array + 0
+def copied(arrays: Value) -> Value:
+    """Copies that a later launch does not overwrite."""
+    return jax.tree.map(lambda array: array + 0, arrays)
 
 
 def packed_steps(
     config: LlamaConfig,
     attend: Attend,
     sizes: tuple[int, int, int],
+    samples: bool,
     weights: LlamaWeights,
-    _: Predicted,
+    _: tuple[Predicted, Sampled | None],
     state: StepState,
     packed: jax.Array,
-) -> tuple[Predicted, StepState]:
-    """`step` on each row of `packed`, the arrays that `pack` made one, of `sizes` T, S and M.
+) -> tuple[tuple[Predicted, Sampled | None], StepState]:
+    """`step` on each row of `packed`, the arrays that `pack` made one, of `sizes` T, S and M; see `Kept`.
 
-    The tokens are those of each step, the rest of the predictions is of the last. The results of the launch before are
-    donated.
+    The results of the launch before are donated.
     """
-    tokens = []
+    tokens, choices = [], []
     for row in packed:
-        predicted, state = step(config, attend, weights, state, unpack(row, *sizes))
+        batch, options = unpack(row, *sizes)
+        predicted, state = step(config, attend, weights, state, batch)
         tokens.append(predicted.tokens)
-    return predicted._replace(tokens=jnp.stack(tokens)), state
+        if samples:
+            sampled, counts, last_tokens = sample(
+                state.counts, state.last_tokens, predicted.logits, predicted.token_ids, options
+            )
+            state = state._replace(counts=counts, last_tokens=last_tokens)
+            choices.append(sampled)
+    sampled = jax.tree.map(lambda *of_steps: jnp.stack(of_steps), *choices) if samples else None
+    return (predicted._replace(tokens=jnp.stack(tokens)), sampled), state
+
+
+def sampled_step(
+    sizes: tuple[int, int, int],
+    _: Sampled,
+    counts: jax.Array,
+    last_tokens: jax.Array,
+    predicted: Predicted,
+    packed: jax.Array,
+) -> tuple[Sampled, jax.Array, jax.Array]:
+    """`sample` on the results of `packed_steps` of one step; the results of the launch before are donated."""
+    _, options = unpack(packed[0], *sizes)
+    sampled, *state = sample(counts, last_tokens, predicted.logits, predicted.token_ids, options)
+    return jax.tree.map(lambda array: array[None], sampled), *state

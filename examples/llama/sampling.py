@@ -30,6 +30,15 @@ class SamplingBatch(NamedTuple):
     count_rows: np.ndarray  # i32 [T], row of `counts` in which each token of the step counts
 
 
+def sampling_layout(num_tokens: int, num_seqs: int) -> SamplingBatch:
+    """Dtype and shape of each array."""
+    whole, real, flag = ((dtype, (num_seqs,)) for dtype in (np.int32, np.float32, np.bool_))
+    reals = [real] * 6
+    return SamplingBatch(
+        whole, flag, flag, whole, (np.uint32, (num_seqs, 2)), whole, *reals, count_rows=(np.int32, (num_tokens,))
+    )
+
+
 class Sampled(NamedTuple):
     """The choices of one step, and log-probabilities before penalties and temperature."""
 

@@ -135,7 +135,7 @@ def checkpoint(tmp_path_factory):
 
 
 @pytest.mark.parametrize(
-    ("batch_invariant", "steps_per_launch", "num_programs"), [(False, 1, 10), (True, 1, 2), (False, 3, 13)]
+    ("batch_invariant", "steps_per_launch", "num_programs"), [(False, 1, 10), (True, 1, 2), (False, 3, 16)]
 )
 def test_texts_are_those_of_numpy_in_every_batch_evicted_or_from_the_prefix_cache(
     checkpoint, batch_invariant, steps_per_launch, num_programs

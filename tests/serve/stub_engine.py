@@ -15,6 +15,7 @@ from llama.batch import BatchBuilder, StepBatch, pack
 from llama.config import LlamaConfig
 from llama.engine import Engine, EngineConfig, EngineStats
 from llama.programs import Results
+from llama.sampling import SamplingBatch
 from llama.tokenizer import ChatTokenizer
 
 VOCABULARY = 4096
@@ -42,10 +43,18 @@ class StubPrograms:
         """There is nothing to compile."""
         return True
 
-    def launch(self, _bucket: int, batches: list[StepBatch], _options: object, follows: bool) -> Future[Results]:
+    def launch(
+        self,
+        _bucket: int,
+        inputs: list[tuple[StepBatch, SamplingBatch]],
+        _samples: bool,
+        _logprobs: bool,
+        follows: bool,
+    ) -> Future[Results]:
         """The packing is the real one, and by the caller as there."""
-        np.stack([pack(batch) for batch in batches])
-        return self._thread.submit(self._launch, (len(batches), len(batches[0].context_lens)), follows)
+        np.stack([pack(*of_step) for of_step in inputs])
+        batch, _ = inputs[0]
+        return self._thread.submit(self._launch, (len(inputs), len(batch.context_lens)), follows)
 
     def _launch(self, shape: tuple[int, int], follows: bool) -> Results:
         num_steps, _ = shape
