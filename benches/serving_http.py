@@ -132,7 +132,8 @@ def busy_share(seconds: float) -> float | None:
     if shutil.which("nvidia-smi") is None:
         time.sleep(seconds)
         return None
-    command = ["nvidia-smi", "--query-gpu=utilization.gpu", "--format=csv,noheader,nounits", "-i", "0", "-lms", "200"]
+    gpu = os.environ.get("CUDA_VISIBLE_DEVICES", "0").split(",")[0]
+    command = ["nvidia-smi", "--query-gpu=utilization.gpu", "--format=csv,noheader,nounits", "-i", gpu, "-lms", "200"]
     sampler = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
     time.sleep(seconds)
     sampler.terminate()
