@@ -5,9 +5,11 @@
 //   XA_DTYPE     f16, bf16: of q, K and V
 //   XA_HEAD_DIM  the bucket: serves head dimensions up to it, which are padded with zeros in shared memory
 //   XA_LOGITS    none, softcap_alibi (include/logits_transform.cuh)
+//   XA_CALL      any, plain (include/cluster_call.cuh)
 // Launch: a grid of Hkv by n CTAs in clusters of 1 by n, Shape::kThreads threads, Shape::kSharedBytes of dynamic shared
 // memory. At most kClusterDecodeSlots sequence slots, and fewer than 2^20 KV chunks.
 
+#include "cluster_call.cuh"
 #include "cluster_decode.cuh"
 #include "cluster_shape.cuh"
 #include "element.cuh"
@@ -18,11 +20,13 @@
 namespace {
 using Types = xa::XA_PASTE(operands_, XA_DTYPE);
 using LogitsTransform = xa::XA_PASTE(logits_, XA_LOGITS);
-using Shape = xa::ClusterShape<Types::Compute, XA_HEAD_DIM>;
+using Call = xa::XA_PASTE(call_, XA_CALL);
+using Shape = xa::ClusterShape<Types::Compute, XA_HEAD_DIM, Call>;
 }  // namespace
 
 extern "C" __global__ void __launch_bounds__(Shape::kThreads, 1)
     XA_ENTRY(const __grid_constant__ xa::AttentionParams params) {
   extern __shared__ __align__(128) uint8_t shared[];
-  xa::ClusterDecode<Shape, Types::Compute, LogitsTransform>(params, shared).run();
+  const auto& known = Call::template known<XA_HEAD_DIM>(params);
+  xa::ClusterDecode<Shape, Types::Compute, LogitsTransform>(known, params, shared).run();
 }

@@ -3,10 +3,12 @@
 #pragma once
 
 #include <cstdint>
+#include <type_traits>
 
 #include "cluster_loop.cuh"
 #include "cluster_merge.cuh"
 #include "cluster_partition.cuh"
+#include "cluster_plain_loop.cuh"
 #include "hopper/cluster_ptx.cuh"
 #include "hopper/ptx.cuh"
 #include "new_tokens.cuh"
@@ -22,12 +24,14 @@ template <typename Shape, typename T, typename LogitsTransform>
 class ClusterDecode {
   static constexpr int kRows = Shape::kRows, kRowItems = Shape::kRowItems;
   using Sequence = LaneSequence<kRows, Shape::kKvChunkKeys>;
-  using Loop = ClusterLoop<Shape, T>;
+  using Loop = std::conditional_t<Shape::kIsPlain, ClusterPlainLoop<Shape, T>, ClusterLoop<Shape, T>>;
 
  public:
-  /// `shared` holds Shape::kSharedBytes bytes. CTA blockIdx.y of the cluster of KV head blockIdx.x.
-  __device__ __forceinline__ ClusterDecode(const AttentionParams& params, uint8_t* shared)
+  /// `params` has constants for what is known of the call; `all` is the kernel's parameter. `shared` holds
+  /// Shape::kSharedBytes bytes. CTA blockIdx.y of the cluster of KV head blockIdx.x.
+  __device__ __forceinline__ ClusterDecode(const AttentionParams& params, const AttentionParams& all, uint8_t* shared)
       : params_(params),
+        all_(all),
         shared_(shared),
         cta_(*reinterpret_cast<typename Shape::Work*>(shared + Shape::kWorkOffset)),
         work_(cta_.work_tiles[threadIdx.x / 32]) {}
@@ -35,32 +39,36 @@ class ClusterDecode {
   /// Every thread of the cluster calls this.
   __device__ __forceinline__ void run() {
     const int32_t rank = blockIdx.y, size = gridDim.y;
-    if (threadIdx.x == 0) {
-      for (int index = 0; index < 2; ++index) hopper::ptx::mbarrier_init(barrier(index), 1);
-      hopper::ptx::fence_mbarrier_init();
-    }
-    // Shared memory of the other CTAs may be written once they have started and set up their mbarriers.
-    ptx::cluster_arrive_relaxed();
     Sequence mine;
-    const ClusterRange range = partition_cluster<Shape::kKeys>(params_, rank, size, mine);
-    bool stores_new_tokens = has_new_tokens(params_), has_split_tile = false;
-    init(mine);
+    PageCopier<Shape, T> copier;
+    const ClusterRange range = partition_cluster<Shape>(params_, rank, size, mine, [&] {
+      if (Shape::kIsPlain) copier.init(params_, query_rows() + Shape::kRingsOffset);
+      if (threadIdx.x == 0) {
+        for (int index = 0; index < 2; ++index) hopper::ptx::mbarrier_init(barrier(index), 1);
+        hopper::ptx::fence_mbarrier_init();
+      }
+      // Shared memory of the other CTAs may be written once they have started and set up their mbarriers.
+      ptx::cluster_arrive_relaxed();
+    });
+    bool is_first = true, has_split_tile = false;
+    if (!Shape::kIsPlain) init(mine);
 #pragma unroll 1
     for (int32_t chunk = range.begin; chunk < range.end;) {
-      const TileChunks chunks = enter_part(params_, work_, mine, chunk, range.end);
-      const WarpBlocks blocks = warp_blocks<Shape::kKeys, Shape::kKvChunkKeys>(range, work_.keys, rank, size);
+      const auto entered = enter(range, mine, chunk);
+      const TileChunks& chunks = entered.chunks;
+      const WarpBlocks blocks = warp_blocks<Shape::kKeys, Shape::kKvChunkKeys>(range, entered.key_begin, rank, size);
       const int32_t end = min(range.end, chunks.end);
       typename Loop::State state;
-      const LogitsTransform transform(params_);
-      Loop loop(params_, work_, blocks, query_rows() + Shape::kRingsOffset);
-      QueryRows<Shape, T> query;
-      query.load(params_, row_map(params_, work_.tile, work_.kv_head));
-      loop.attend(state, query_rows(), transform, [&] {
-        query.store(shared_);
+      attend(state, entered, blocks, copier, [&] {
+        if constexpr (Shape::kIsPlain) {
+          if (is_first) init(mine);
+          entered.store(params_, mine, work_);
+          __syncwarp();
+        }
         // No CTA waits for these stores, so they follow the first loads.
-        if (__builtin_expect(stores_new_tokens, false))
-          store_new_tokens<Shape, T>(params_, blockIdx.x, WorkRangeIndex{rank, size});
-        stores_new_tokens = false;
+        if (__builtin_expect(is_first && has_new_tokens(all_), false))
+          store_new_tokens<Shape, T>(all_, blockIdx.x, WorkRangeIndex{rank, size});
+        is_first = false;
       });
       __syncthreads();
       store_live_rows<Shape>(shared_, state, work_.tile.num_rows);
@@ -71,7 +79,7 @@ class ClusterDecode {
       chunk = end;
       if (chunk >= range.end) break;
       __syncthreads();
-      mine = cta_.sequences[threadIdx.x % 32];
+      if (!Shape::kIsPlain) mine = cta_.sequences[threadIdx.x % 32];
     }
     if (has_split_tile) {
       // Of the split tiles, which thread 0 has stored.
@@ -79,7 +87,7 @@ class ClusterDecode {
 #pragma unroll 1
       for (int index = 0; index < 2; ++index) merge_slice(index);
     }
-    if (stores_new_tokens) store_new_tokens<Shape, T>(params_, blockIdx.x, WorkRangeIndex{rank, size});
+    if (is_first && has_new_tokens(all_)) store_new_tokens<Shape, T>(all_, blockIdx.x, WorkRangeIndex{rank, size});
     const bool has_padding = params_.seqused_q != nullptr || range.live.end - range.live.begin < params_.num_tokens;
     if (params_.clears_padding_rows == 0 || !has_padding) return;
     clear_padding_rows<T, Shape::kThreads>(params_, range.starts_ascend, range.live, rank * gridDim.x + blockIdx.x,
@@ -87,9 +95,43 @@ class ClusterDecode {
   }
 
  private:
+  /// Computes the warp's keys of a part. `first_copies_issued` is called when their first copies are under way.
+  template <typename Part, typename FirstCopiesIssued>
+  __device__ __forceinline__ void attend(typename Loop::State& state, const Part& part, const WarpBlocks& blocks,
+                                         const PageCopier<Shape, T>& copier,
+                                         const FirstCopiesIssued& first_copies_issued) const {
+    const LogitsTransform transform(params_);
+    const uint32_t rings = query_rows() + Shape::kRingsOffset;
+    if constexpr (Shape::kIsPlain) {
+      Loop loop(params_, all_, copier, work_, blocks, part.sequence, part.key_end, rings);
+      loop.attend(state, transform, first_copies_issued);
+    } else {
+      Loop loop(params_, work_, blocks, rings);
+      QueryRows<Shape, T> query;
+      query.load(params_, RowMap(params_, in_sequence(work_.tile), work_.kv_head), work_.tile.first_row);
+      loop.attend(state, query_rows(), transform, [&] {
+        query.store(shared_);
+        first_copies_issued();
+      });
+    }
+  }
+
+  /// Enters the part of a tile that begins at chunk `chunk`. `mine` is the lane's sequence.
+  __device__ __forceinline__ auto enter(const ClusterRange& range, const Sequence& mine, int32_t chunk) const {
+    if constexpr (Shape::kIsPlain) {
+      return enter_plain_part(mine, range.is_dealt, chunk, range.end);
+    } else {
+      const EnteredPart part = enter_part(params_, mine, chunk, range.end);
+      part.store(work_);
+      __syncwarp();
+      return part;
+    }
+  }
+
   /// What later tiles need; the barriers of the first one follow.
   __device__ __forceinline__ void init(const Sequence& mine) const {
-    if (threadIdx.x < 32) cta_.sequences[threadIdx.x] = mine;
+    // Plain calls have registers for it.
+    if (!Shape::kIsPlain && threadIdx.x < 32) cta_.sequences[threadIdx.x] = mine;
     if (threadIdx.x < 2) cta_.split_tiles[threadIdx.x].num_parts = 0;
     if (threadIdx.x % 32 != 0) return;
     work_.kv_head = blockIdx.x;
@@ -118,7 +160,8 @@ class ClusterDecode {
       const PartialState partial = warps.merged(row, column, log2_unit);
       if (part.count == 1) {
         if (column >= params_.value_dim) continue;
-        RowWriter<T, false>(params_, work_.tile, work_.kv_head).write(row, column, partial, log2_unit);
+        RowWriter<T, false>(params_, in_sequence(work_.tile), work_.kv_head)
+            .write(work_.tile.first_row + row, column, partial, log2_unit);
       } else {
         // The CTA of part 0 goes on with other tiles before this one, all others begin with it.
         const int32_t slice = slices.slice(item), index = slice == 0 ? 1 : 0;
@@ -138,7 +181,7 @@ class ClusterDecode {
     const SplitTile& split = cta_.split_tiles[index];
     if (split.num_parts == 0) return;
     const float log2_unit = LogitsTransform(params_).log2_unit();
-    const RowWriter<T, false> writer(params_, split.tile, blockIdx.x);
+    const RowWriter<T, false> writer(params_, in_sequence(split.tile), blockIdx.x);
     const int32_t items = split.tile.num_rows * kRowItems;
     const MergeSlices slices(items, split.num_parts);
     const int32_t first = split.part * slices.size, count = slices.count(items, split.part);
@@ -146,11 +189,13 @@ class ClusterDecode {
     for (int32_t i = threadIdx.x; i < count; i += Shape::kThreads) {
       const int32_t row = (first + i) / kRowItems, column = (first + i) % kRowItems * 4;
       if (column >= params_.value_dim) continue;
-      writer.write(row, column, buffer(index).merged(slices, split.num_parts, i, log2_unit), log2_unit);
+      writer.write(split.tile.first_row + row, column, buffer(index).merged(slices, split.num_parts, i, log2_unit),
+                   log2_unit);
     }
   }
 
   const AttentionParams& params_;
+  const AttentionParams& all_;
   uint8_t* const shared_;
   typename Shape::Work& cta_;
   WorkTile& work_;

@@ -16,13 +16,15 @@
 
 namespace xa {
 
-/// Divides tokens by the page size.
+/// Divides tokens by the page size, of which it may be known that it is a power of two.
+template <bool kIsPowerOfTwo = false>
 class PageDivider {
  public:
   __device__ __forceinline__ explicit PageDivider(int32_t page_size)
-      : page_size_(page_size), shift_((page_size & (page_size - 1)) == 0 ? __ffs(page_size) - 1 : -1) {}
+      : page_size_(page_size),
+        shift_(kIsPowerOfTwo || (page_size & (page_size - 1)) == 0 ? __ffs(page_size) - 1 : -1) {}
   __device__ __forceinline__ int32_t page(int32_t token) const {
-    if (__builtin_expect(shift_ >= 0, true)) return token >> shift_;
+    if (kIsPowerOfTwo || __builtin_expect(shift_ >= 0, true)) return token >> shift_;
     return token / page_size_;
   }
   __device__ __forceinline__ int32_t offset(int32_t token, int32_t page) const { return token - page * page_size_; }
@@ -104,7 +106,7 @@ class BlockSlots {
 
   const AttentionParams& params_;
   const WorkTile& work_;
-  const PageDivider divider_;
+  const PageDivider<> divider_;
   const bool fits_pages_;
   const int32_t step_;
   int32_t first_;      // of the blocks to look up next
@@ -195,12 +197,12 @@ class QueryRows {
   uint4 chunks_[kSteps];
 
  public:
-  /// Starts to load the rows.
-  __device__ __forceinline__ void load(const AttentionParams& params, const RowMap& map) {
+  /// Starts to load the rows from row `first_row` of the map on.
+  __device__ __forceinline__ void load(const AttentionParams& params, const RowMap& map, int32_t first_row) {
     const int32_t chunk = threadIdx.x % kChunks;
 #pragma unroll
     for (int step = 0; step < kSteps; ++step) {
-      const int32_t row = (step * Shape::kThreads + threadIdx.x) / kChunks;
+      const int32_t row = first_row + (step * Shape::kThreads + threadIdx.x) / kChunks;
       chunks_[step] = make_uint4(0, 0, 0, 0);
       if (row >= map.num_rows || chunk * kElements >= params.head_dim) continue;
       const T* const from = static_cast<const T*>(params.q) + map.token(row) * params.q_token_stride +

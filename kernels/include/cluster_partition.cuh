@@ -67,11 +67,6 @@ struct LaneSequence {
     result.num_rows = index > 0 ? kRows : tile.len_q * group - result.first_row;
     return result;
   }
-  /// The keys of a tile of the sequence.
-  __device__ __forceinline__ KeyRange keys_of(const AttentionParams& params, const QoTile& of) const {
-    if (__builtin_expect(tile.len_q > 1, false)) return visible_keys(params, of);
-    return KeyRange{key_begin, key_end, key_begin, key_end};
-  }
 };
 
 /// What a warp knows of the work of its CTA, in registers; the same in all lanes except for `page`.
@@ -91,40 +86,59 @@ struct ClusterRange {
 
 /// The page of the lane's block, should the chunks be dealt out. Loads no entry outside of sequence 0's row of the
 /// table.
-template <int kKeys, int kKvChunkKeys>
+template <typename Shape>
 __device__ __forceinline__ int32_t guess_page(const AttentionParams& params, int32_t rank, int32_t size) {
   const int32_t warp = threadIdx.x / 32, lane = threadIdx.x % 32;
-  const int32_t token = (rank + lane * size) * kKvChunkKeys + warp * kKeys;
-  const bool is_in_table = !has_contiguous_keys(params) && token < params.capacity && params.max_seqs > 0;
-  return is_in_table ? __ldg(params.block_table + PageDivider(params.page_size).page(token)) : 0;
+  const int32_t token = (rank + lane * size) * Shape::kKvChunkKeys + warp * Shape::kKeys;
+  const bool is_in_table = !has_contiguous_keys(params) && token < params.capacity;
+  return is_in_table ? __ldg(params.block_table + PageDivider<Shape::kIsPlain>(params.page_size).page(token)) : 0;
 }
 
 /// Plans the work of CTA `rank` of a cluster of `size`. Every warp calls this. The cluster has fewer than 2^20 chunks.
-template <int kKeys, int kRows, int kKvChunkKeys>
+/// `meanwhile` is called while the metadata is on its way.
+template <typename Shape, typename Meanwhile>
 __device__ __forceinline__ ClusterRange partition_cluster(const AttentionParams& params, int32_t rank, int32_t size,
-                                                          LaneSequence<kRows, kKvChunkKeys>& mine) {
+                                                          LaneSequence<Shape::kRows, Shape::kKvChunkKeys>& mine,
+                                                          const Meanwhile& meanwhile) {
   ClusterRange range;
-  range.page = guess_page<kKeys, kKvChunkKeys>(params, rank, size);
+  range.page = guess_page<Shape>(params, rank, size);
   const int32_t lane = threadIdx.x % 32;
   const int32_t given = params.num_seqs == nullptr ? params.max_seqs : __ldg(params.num_seqs);
   Metadata<1> metadata;
   metadata.load(params, lane);
+  meanwhile();
   // Starts are not negative. That num_seqs seems to depend on one keeps the compiler from waiting for it before it
   // issues the loads of the metadata.
   const int32_t zero = ptx::opaque(metadata.starts[1]) >> 31;
   const int32_t num_seqs = clamp(given + zero, 0, params.max_seqs);
+  if constexpr (Shape::kIsPlain) {
+    // A single tile, of sequence 0, needs no sums. If no other sequence has rows, all starts after its end are that end
+    // or lower, and their running maximum changes nothing.
+    mine.measure(params, metadata.sequence(params, 0, lane), lane < num_seqs);
+    const bool is_another = lane > 0 ? mine.num_tiles > 0 : mine.num_tiles != 1;
+    if (__builtin_expect(!__any_sync(~0u, is_another), true)) {
+      const int32_t chunks = __shfl_sync(~0u, mine.chunks, 0);
+      range.is_dealt = range.starts_ascend = true;
+      range.begin = 0;
+      range.end = rank < chunks ? chunks : 0;
+      range.live.begin = __shfl_sync(~0u, mine.tile.first_token, 0);
+      range.live.end = range.live.begin + __shfl_sync(~0u, mine.tile.len_q, 0);
+      return range;
+    }
+  }
   range.starts_ascend = __all_sync(~0u, lane >= num_seqs || metadata.ascends(params, 0));
   if (__builtin_expect(!range.starts_ascend, false)) {
     StartMaxima maxima = {0, 0};
     metadata.ascend(params, maxima);
+    if (Shape::kIsPlain) mine.measure(params, metadata.sequence(params, 0, lane), lane < num_seqs);
   }
-  mine.measure(params, metadata.sequence(params, 0, lane), lane < num_seqs);
+  if (!Shape::kIsPlain) mine.measure(params, metadata.sequence(params, 0, lane), lane < num_seqs);
   mine.end = sum_up_to_this_lane(mine.work());
   const int32_t total = __shfl_sync(~0u, mine.end, 31);
   range.range_chunks = max(divide_small(total + size - 1, ptx::reciprocal_approx(static_cast<float>(size))), 1);
   range.reciprocal = ptx::reciprocal_approx(static_cast<float>(range.range_chunks));
   const bool is_alone = lane == 0 && mine.end == total && mine.num_tiles == 1 && mine.first_chunk == 0;
-  const bool has_page = !has_contiguous_keys(params) && params.page_size % kKeys == 0;
+  const bool has_page = !Shape::kIsPlain && !has_contiguous_keys(params) && params.page_size % Shape::kKeys == 0;
   range.is_dealt = __any_sync(~0u, is_alone && has_page);
   range.begin = range.is_dealt ? 0 : min(rank * range.range_chunks, total);
   range.end = range.is_dealt ? (rank < total ? total : 0) : min(range.begin + range.range_chunks, total);
@@ -134,20 +148,12 @@ __device__ __forceinline__ ClusterRange partition_cluster(const AttentionParams&
   return range;
 }
 
-/// `PackedRows`, without a division for the first tile of a sequence.
-__device__ __forceinline__ PackedRows packed_rows(const AttentionParams& params, int32_t first_row) {
-  PackedRows rows(params, 0);
-  if (__builtin_expect(first_row != 0, false)) rows = PackedRows(params, first_row);
-  return rows;
-}
-
-/// The row map of a tile.
-__device__ __forceinline__ RowMap row_map(const AttentionParams& params, QoTile tile, int32_t kv_head) {
-  const int32_t first_row = tile.first_row;
+/// A tile whose rows are counted in the sequence: its rows begin at row `first_row` of this one. Sequences have fewer
+/// than 2^20 rows, so maps of it need no division.
+__device__ __forceinline__ QoTile in_sequence(QoTile tile) {
+  tile.num_rows += tile.first_row;
   tile.first_row = 0;
-  RowMap map(params, tile, kv_head);
-  map.rows = packed_rows(params, first_row);
-  return map;
+  return tile;
 }
 
 /// Where in the order of chunks a tile lies.
@@ -165,41 +171,116 @@ struct TileChunks {
   }
 };
 
-/// Sets the warp's `work` to the part of a tile that begins at chunk `begin` of the range. Every lane has its sequence.
+/// `visible_keys` of a tile, without a division.
+__device__ __forceinline__ KeyRange keys_of(const AttentionParams& params, const QoTile& tile) {
+  const Visibility visibility(params, tile);
+  const PackedRows rows(params, 0);
+  const int32_t first = rows.query(tile.first_row), last = rows.query(tile.first_row + tile.num_rows - 1);
+  return KeyRange{visibility.begin(first), visibility.end(last), visibility.begin(last), visibility.end(first)};
+}
+
+/// A part of a tile that a warp enters.
+struct EnteredPart {
+  // The same in all lanes.
+  TileChunks chunks;
+  int32_t sequence;  // and the lane that has it
+  int32_t key_begin;
+  int32_t key_end;
+  // Right in this lane alone, so that nothing waits for shared memory.
+  QoTile tile;
+  KeyRange keys;
+
+  /// Sets the warp's `work`. A barrier of the warp must follow.
+  __device__ __forceinline__ void store(WorkTile& work) const {
+    if (threadIdx.x % 32 != sequence) return;
+    work.tile = tile;
+    work.keys = keys;
+  }
+};
+
+/// Likewise in a plain call.
+struct PlainPart {
+  // The same in all lanes.
+  TileChunks chunks;
+  int32_t sequence;  // and the lane that has it
+  int32_t key_begin;
+  int32_t key_end;
+  int32_t tile;  // of the sequence; right in that lane alone
+
+  /// Sets the warp's `work`. A barrier of the warp must follow.
+  template <int kRows, int kKvChunkKeys>
+  __device__ __forceinline__ void store(const AttentionParams& params, const LaneSequence<kRows, kKvChunkKeys>& mine,
+                                        WorkTile& work) const {
+    if (threadIdx.x % 32 != sequence) return;
+    // Opaque: the compiler would otherwise compute this before the first copies.
+    work.tile = mine.tile_at(ptx::opaque(tile), params.group);
+    // A query attends to one key more than the one before.
+    const int32_t common_end = max(ptx::opaque(mine.key_end) - max(mine.tile.len_q - 1, 0), 0);
+    work.keys = KeyRange{key_begin, key_end, key_begin, min(common_end, key_end)};
+  }
+};
+
+/// The part of a tile that begins at chunk `begin` of the range. Every lane has its sequence.
 template <int kRows, int kKvChunkKeys>
-__device__ __forceinline__ TileChunks enter_part(const AttentionParams& params, WorkTile& work,
-                                                 const LaneSequence<kRows, kKvChunkKeys>& mine, int32_t begin,
-                                                 int32_t range_end) {
-  const int32_t lane = threadIdx.x % 32;
-  const int32_t owner = __popc(__ballot_sync(~0u, mine.end <= begin));
+__device__ __forceinline__ EnteredPart enter_part(const AttentionParams& params,
+                                                  const LaneSequence<kRows, kKvChunkKeys>& mine, int32_t begin,
+                                                  int32_t range_end) {
+  EnteredPart part;
+  part.sequence = __popc(__ballot_sync(~0u, mine.end <= begin));
+  const bool is_owner = threadIdx.x % 32 == part.sequence;
   const int32_t sequence_begin = mine.end - mine.work();
   int32_t tile = 0;
-  if (__builtin_expect(lane == owner && mine.num_tiles > 1, false)) tile = (begin - sequence_begin) / mine.chunks;
-  const int32_t own_tile_begin = sequence_begin + tile * mine.chunks;
-  const TileChunks chunks = {__shfl_sync(~0u, own_tile_begin, owner),
-                             __shfl_sync(~0u, own_tile_begin + mine.chunks, owner)};
-  if (lane == owner) {
-    work.tile = mine.tile_at(tile, params.group);
-    KeyRange keys = mine.keys_of(params, work.tile);
-    const int32_t first_chunk = mine.first_chunk - chunks.begin;
-    if (begin > chunks.begin) keys.begin = max(keys.begin, (first_chunk + begin) * kKvChunkKeys);
-    if (range_end < chunks.end) keys.end = min(keys.end, (first_chunk + range_end) * kKvChunkKeys);
-    work.keys = keys.begin < keys.end ? keys : KeyRange{0, 0, 0, 0};
+  if (mine.num_tiles > 1) {
+    const float reciprocal = ptx::reciprocal_approx(static_cast<float>(mine.chunks));
+    tile = divide_small(max(begin - sequence_begin, 0), reciprocal);
   }
-  __syncwarp();
-  return chunks;
+  const int32_t tile_begin = sequence_begin + tile * mine.chunks, tile_end = tile_begin + mine.chunks;
+  part.tile = mine.tile_at(tile, params.group);
+  KeyRange keys = {mine.key_begin, mine.key_end, mine.key_begin, mine.key_end};
+  if (__builtin_expect(is_owner && mine.tile.len_q > 1, false)) keys = keys_of(params, part.tile);
+  const int32_t first_chunk = mine.first_chunk - tile_begin;
+  if (begin > tile_begin) keys.begin = max(keys.begin, (first_chunk + begin) * kKvChunkKeys);
+  if (range_end < tile_end) keys.end = min(keys.end, (first_chunk + range_end) * kKvChunkKeys);
+  part.keys = keys.begin < keys.end ? keys : KeyRange{0, 0, 0, 0};
+  part.chunks = TileChunks{__shfl_sync(~0u, tile_begin, part.sequence), __shfl_sync(~0u, tile_end, part.sequence)};
+  part.key_begin = __shfl_sync(~0u, part.keys.begin, part.sequence);
+  part.key_end = __shfl_sync(~0u, part.keys.end, part.sequence);
+  return part;
+}
+
+/// The same in a plain call. Only what the first copies need is computed here. All tiles of a sequence have the keys of
+/// its last query; masks take care of the others.
+template <int kRows, int kKvChunkKeys>
+__device__ __forceinline__ PlainPart enter_plain_part(const LaneSequence<kRows, kKvChunkKeys>& mine, bool is_dealt,
+                                                      int32_t begin, int32_t range_end) {
+  PlainPart part = {};
+  int32_t tile_begin = 0;
+  if (!is_dealt) {
+    part.sequence = __popc(__ballot_sync(~0u, mine.end <= begin));
+    tile_begin = mine.end - mine.work();
+    if (mine.num_tiles > 1) {
+      const float reciprocal = ptx::reciprocal_approx(static_cast<float>(mine.chunks));
+      part.tile = divide_small(max(begin - tile_begin, 0), reciprocal);
+      tile_begin += part.tile * mine.chunks;
+    }
+    tile_begin = __shfl_sync(~0u, tile_begin, part.sequence);
+  }
+  part.chunks = TileChunks{tile_begin, tile_begin + __shfl_sync(~0u, mine.chunks, part.sequence)};
+  part.key_begin = (begin - tile_begin) * kKvChunkKeys;
+  part.key_end = min(__shfl_sync(~0u, mine.key_end, part.sequence), (range_end - tile_begin) * kKvChunkKeys);
+  return part;
 }
 
 /// The warp's blocks of the part that `work` was set to.
 template <int kKeys, int kKvChunkKeys>
-__device__ __forceinline__ WarpBlocks warp_blocks(const ClusterRange& range, const KeyRange& keys, int32_t rank,
+__device__ __forceinline__ WarpBlocks warp_blocks(const ClusterRange& range, int32_t key_begin, int32_t rank,
                                                   int32_t size) {
   const int32_t warp = threadIdx.x / 32;
   if (range.is_dealt) {
     return WarpBlocks{rank * kKvChunkKeys + warp * kKeys, size * kKvChunkKeys, true, range.page};
   }
-  const int32_t first = keys.begin / kKvChunkKeys * kKvChunkKeys + warp * kKeys;
-  return WarpBlocks{first + (first + kKeys <= keys.begin ? kKvChunkKeys : 0), kKvChunkKeys, false, 0};
+  const int32_t first = key_begin / kKvChunkKeys * kKvChunkKeys + warp * kKeys;
+  return WarpBlocks{first + (first + kKeys <= key_begin ? kKvChunkKeys : 0), kKvChunkKeys, false, 0};
 }
 
 }  // namespace xa

@@ -5,6 +5,7 @@
 
 #include <cstdint>
 
+#include "cluster_call.cuh"
 #include "cluster_merge.cuh"
 #include "cluster_partition.cuh"
 #include "shared_rows.cuh"
@@ -22,10 +23,11 @@ struct ClusterWork {
   uint64_t received[2];      // mbarriers: whether the other parts of the CTA's slices of these have arrived
 };
 
-template <typename T, int kHeadDim_>
+template <typename T, int kHeadDim_, typename Call>
 struct ClusterShape : tiles::ClusterDecode<kHeadDim_> {
   using Config = tiles::ClusterDecode<kHeadDim_>;
-  static constexpr int kHeadDim = kHeadDim_, kRowTiles = 1, kRows = 16;
+  static constexpr bool kIsPlain = Call::kIsPlain;
+  static constexpr int kHeadDim = kHeadDim_, kRowTiles = 1, kRows = kIsPlain ? 8 : 16;
   static constexpr int kWarps = Config::kKeyWarps, kThreads = 32 * kWarps;
   static constexpr int kKvChunkKeys = kWarps * Config::kKeys;
   static constexpr bool kIsFp8 = false, kAppendsKv = true;
@@ -50,7 +52,8 @@ struct ClusterShape : tiles::ClusterDecode<kHeadDim_> {
 
   static_assert(kStreamBytes >= kWarpStatesBytes && kStreamBytes % 16 == 0, "the warps' states replace rows and rings");
   static_assert(kRingsOffset % 128 == 0, "rings begin at a multiple of 128 bytes");
-  static_assert(Config::kSharedBytes == kBuffersOffset + 2 * Buffer::kBytes,
+  static constexpr int kUsedBytes = kBuffersOffset + 2 * Buffer::kBytes;
+  static_assert(kIsPlain ? Config::kSharedBytes >= kUsedBytes : Config::kSharedBytes == kUsedBytes,
                 "shared_bytes in variants.toml is what the launch asks for");
 };
 

@@ -114,7 +114,7 @@ fn hostile_metadata_does_not_affect_valid_sequences() {
 
 #[cfg(feature = "cuda")]
 mod on_their_own_gpu {
-    use super::{AttentionCase, BatchSpec, DTYPES, MemoryLayout, decode};
+    use super::{AttentionCase, BatchSpec, DTYPES, Mask, MemoryLayout, decode};
     use crate::support::device::{BufferPadding, Gpu};
     use crate::support::log_capture::{assert_logged, log};
 
@@ -125,14 +125,18 @@ mod on_their_own_gpu {
         let log = log();
         for (dtypes, name) in DTYPES.into_iter().zip(["bf16", "f16"]) {
             for head_dim in [64, 128, 256] {
-                for (softcap, logits) in [(0.0, "none"), (2.5, "softcap_alibi")] {
-                    let spec =
-                        BatchSpec { dtypes, head_dim, softcap, heads: (4, 1), ..decode(&[700, 0, 130, 1, 260], 0) };
+                for (softcap, mask, variant) in [
+                    (0.0, Mask::CAUSAL, "none_plain"),
+                    (0.0, Mask { window_left: 500, ..Mask::CAUSAL }, "none_any"),
+                    (2.5, Mask::CAUSAL, "softcap_alibi_any"),
+                ] {
+                    let short = decode(&[700, 0, 130, 1, 260], 0);
+                    let spec = BatchSpec { dtypes, head_dim, softcap, mask, heads: (4, 1), ..short };
                     AttentionCase::paged(&spec.batch(), &MemoryLayout::default())
                         .invocation()
                         .run_on_gpu(&gpu, BufferPadding::Redzones, 0)
                         .unwrap();
-                    assert_logged(log, &format!("cluster_decode_{name}_{head_dim}_{logits} with"));
+                    assert_logged(log, &format!("cluster_decode_{name}_{head_dim}_{variant} with"));
                 }
             }
         }

@@ -3,8 +3,9 @@
 
 use super::decode::{ROWS_PER_WARP, is_mostly_short, max_decode_tiles};
 use super::tiles::transforms_logits;
-use super::{Call, Launch, Launches, Parameter, UNLIMITED};
+use super::{Call, Launch, Launches, Parameter, UNLIMITED, max_tiles};
 use crate::cuda::enqueue::{LaunchAttributes, LaunchConfig};
+use crate::cuda::params::attention::{AttentionParams, KvSource};
 use crate::cuda::params::cluster_decode::{CLUSTER_DECODE_SLOTS, LARGEST_CLUSTER};
 use crate::cuda::tiles::{CLUSTER_DECODE, ClusterDecodeTile};
 use crate::cuda::variants;
@@ -34,6 +35,12 @@ const MOST_CHUNKS: i64 = 1 << 20;
 /// 1 x 16k 21.1 instead of 20.0, 4 x 4k 21.2 instead of 19.7.
 const FEW_KEYS: i64 = 12288;
 
+/// The most packed rows of all sequences: the kernel divides their numbers by the group in f32.
+const MOST_ROWS: i64 = 1 << 20;
+
+/// Packed rows of a tile of the variant for plain calls.
+const PLAIN_ROWS: i64 = 8;
+
 /// Takes calls of few sequences that are all short, without `batch_invariant`: how a tile is split depends on the batch.
 pub(super) fn launches<'c>(call: &Call<'c>) -> Result<Option<Launches<'c>>> {
     let Some((tile, size)) = tile_and_size(call) else { return Ok(None) };
@@ -44,7 +51,9 @@ pub(super) fn launches<'c>(call: &Call<'c>) -> Result<Option<Launches<'c>>> {
     params.clears_padding_rows = 1;
     params.new_tokens = new_tokens.unwrap_or(params.new_tokens);
     let logits = if transforms_logits(problem) { "softcap_alibi" } else { "none" };
-    let variant = variants::find(KERNEL, &[variants::dtype_value(problem.kv_dtype), tile.head_dim_value, logits])?;
+    let kind = if is_plain(call, tile) { "plain" } else { "any" };
+    let variant =
+        variants::find(KERNEL, &[variants::dtype_value(problem.kv_dtype), tile.head_dim_value, logits, kind])?;
     let grid = [problem.num_kv_heads as u32, size as u32, 1];
     let config = LaunchConfig { grid, threads: 32 * tile.key_warps, shared_memory: tile.shared_bytes };
     let attend = Launch::new(KERNEL, variant, config, Parameter::Attention(params));
@@ -53,12 +62,54 @@ pub(super) fn launches<'c>(call: &Call<'c>) -> Result<Option<Launches<'c>>> {
     Ok(Some(Launches { list, store_new_tokens: new_tokens.is_some() }))
 }
 
+/// Whether the call is one of those that the variant `plain` is compiled for (`cluster_call.cuh`), and the rows of most
+/// sequences fit its tiles.
+fn is_plain(call: &Call, tile: &ClusterDecodeTile) -> bool {
+    let AttentionParams { k, v, .. } = &call.params;
+    let params = &call.params;
+    let strides = |source: &KvSource| [source.page_stride, source.token_stride, source.head_stride];
+    let is_small = |stride: &i64| (0..1 << 31).contains(stride);
+    let has_plain_cache = !params.block_table.is_null()
+        && !params.seqused_k.is_null()
+        && (params.page_size & (params.page_size - 1)) == 0
+        && i64::from(params.page_size) % i64::from(tile.keys) == 0
+        && strides(k) == strides(v)
+        && strides(k).iter().chain([&params.block_table_stride]).all(is_small);
+    let has_plain_mask = (params.window_left, params.window_right, params.top_left) == (-1, 0, 0)
+        && params.leftpad_k.is_null()
+        && params.q_offset.is_null()
+        && params.seqused_q.is_null();
+    let has_plain_rows = (params.head_dim, params.value_dim) == (tile.head_dim as i32, tile.head_dim as i32)
+        && params.sinks.is_null()
+        && params.v_scale.values.is_null()
+        && params.value_factor == 1.0
+        && params.widens_out == 0;
+    let longest = match call.problem.queries.longest as i64 {
+        0 => (call.rows() + call.seqs() - 1) / call.seqs(),
+        longest => longest,
+    };
+    let tiles = max_tiles(call.rows() * call.group(), PLAIN_ROWS, call.rows().min(call.seqs()));
+    has_plain_cache
+        && has_plain_mask
+        && has_plain_rows
+        && !transforms_logits(call.problem)
+        && longest.saturating_mul(call.group()) <= PLAIN_ROWS
+        && chunks_of(call, tile, tiles) + i64::from(LARGEST_CLUSTER) <= MOST_CHUNKS
+}
+
+/// The most KV chunks of a KV head with this number of tiles, of which the first and last chunk may have few keys.
+fn chunks_of(call: &Call, tile: &ClusterDecodeTile, tiles: i64) -> i64 {
+    let keys = call.problem.keys.storage.capacity().1 as i64;
+    tiles * (keys / i64::from(tile.keys * tile.key_warps) + 2)
+}
+
 /// The kernel's tile and the CTAs of a cluster, if the kernel takes the call.
 fn tile_and_size(call: &Call) -> Option<(&'static ClusterDecodeTile, i64)> {
     let Call { problem, device, .. } = call;
     let is_short = is_mostly_short(call) || call.long_sequences() == 0;
     let is_built = device.capability == 90 && problem.kv_dtype.size() == 2;
-    if !is_short || !is_built || problem.batch_invariant || !(1..=MAX_SLOTS).contains(&call.seqs()) {
+    let is_small = (1..=MAX_SLOTS).contains(&call.seqs()) && call.rows() * call.group() < MOST_ROWS;
+    if !is_short || !is_built || problem.batch_invariant || !is_small {
         return None;
     }
     let dim = problem.head_dim.max(problem.value_dim);
@@ -67,10 +118,8 @@ fn tile_and_size(call: &Call) -> Option<(&'static ClusterDecodeTile, i64)> {
     let (heads, sms) = (problem.num_kv_heads as i64, i64::from(device.sms));
     // Clusters of up to eight CTAs, one per SM, fit on three quarters of the SMs: a GPC's last SMs are too few for one.
     let largest = (sms * 3 / 4 / heads).min(i64::from(LARGEST_CLUSTER));
-    let chunk = i64::from(tile.keys * tile.key_warps);
-    let (tiles, keys) = (max_decode_tiles(call), problem.keys.storage.capacity().1 as i64);
-    // A tile's first and last chunk may have few keys.
-    let chunks = tiles * (keys / chunk + 2);
+    let keys = problem.keys.storage.capacity().1 as i64;
+    let chunks = chunks_of(call, tile, max_decode_tiles(call));
     let seqs = call.rows().min(call.seqs());
     let all_keys = seqs.saturating_mul(keys);
     let size = largest.min(chunks);
@@ -90,7 +139,7 @@ fn tile_and_size(call: &Call) -> Option<(&'static ClusterDecodeTile, i64)> {
 mod tests {
     use super::super::tests::{device, named_on, problem};
     use super::super::{Device, LaunchPlan};
-    use crate::problem::attention::{Attention, KeyStorage, Keys, Queries};
+    use crate::problem::attention::{Attention, KeyStorage, Keys, PageTable, Queries, Score};
     use crate::tensor::{DType, Tensor};
 
     /// The CTAs of a cluster; `None` if another strategy takes the call.
@@ -167,7 +216,39 @@ mod tests {
     fn the_next_head_dimension_serves_those_between() {
         for (dim, bucket) in [(8, 64), (64, 64), (72, 128), (128, 128), (136, 256), (256, 256)] {
             let name = named_on(&over(4096, 8, &problem(4, 4, 32, dim)), &device(true))[0].0;
-            assert_eq!(name, format!("cluster_decode_bf16_{bucket}_none"));
+            assert_eq!(name, format!("cluster_decode_bf16_{bucket}_none_any"));
+        }
+    }
+
+    #[test]
+    fn plain_calls_have_a_variant() {
+        let used = std::ptr::without_provenance(4);
+        let paged = |page_size| {
+            let entries = std::ptr::without_provenance(4);
+            let table = PageTable { entries, stride: 64, max_pages: 64, num_pages: 512, page_size };
+            let base = over(4096, 8, &problem(8, 8, 32, 128));
+            let keys = Keys { storage: KeyStorage::Paged(table), used: Some(used), ..base.keys };
+            Attention { keys, score: Score { window_right: 0, ..base.score }, ..base }
+        };
+        let kind = |problem: &Attention| named_on(problem, &device(true))[0].0.rsplit('_').next().map(str::to_owned);
+        let plain = paged(16);
+        for call in [plain, paged(64), Attention { num_q_heads: 64, ..plain }] {
+            assert_eq!(kind(&call).as_deref(), Some("plain"));
+        }
+        let score = plain.score;
+        for call in [
+            paged(48),
+            paged(8),
+            Attention { num_q_heads: 128, ..plain },
+            Attention { num_rows: 16, queries: Queries { longest: 3, ..plain.queries }, ..plain },
+            Attention { head_dim: 120, value_dim: 120, ..plain },
+            Attention { score: Score { window_left: 100, ..score }, ..plain },
+            Attention { score: Score { window_right: -1, ..score }, ..plain },
+            Attention { score: Score { sinks: Some(std::ptr::without_provenance(4)), ..score }, ..plain },
+            Attention { keys: Keys { leftpad: Some(used), ..plain.keys }, ..plain },
+            Attention { queries: Queries { used: Some(used), ..plain.queries }, ..plain },
+        ] {
+            assert_eq!(kind(&call).as_deref(), Some("any"));
         }
     }
 }
