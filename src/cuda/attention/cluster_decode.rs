@@ -82,7 +82,7 @@ fn is_plain(call: &Call, tile: &ClusterDecodeTile) -> bool {
     let has_plain_rows = (params.head_dim, params.value_dim) == (tile.head_dim as i32, tile.head_dim as i32)
         && params.sinks.is_null()
         && params.v_scale.values.is_null()
-        && params.value_factor == 1.0
+        && params.value_factor.to_bits() == 1.0_f32.to_bits()
         && params.widens_out == 0;
     let longest = match call.problem.queries.longest as i64 {
         0 => (call.rows() + call.seqs() - 1) / call.seqs(),

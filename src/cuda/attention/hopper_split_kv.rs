@@ -85,9 +85,9 @@ fn kernel_for(problem: &Attention, device: &Device) -> Option<HopperPrefill> {
 /// packs a power of two of heads, and whose tiles have `tile_rows` rows as well.
 fn saves_tiles(queries: i64, group: i64, tile_rows: i64) -> bool {
     let pack = group & -group;
-    let unsplit = (queries * pack).max(tile_rows) * (group / pack);
-    let padded = (queries * group.unsigned_abs().next_power_of_two() as i64).max(tile_rows);
-    pack < group && (100 + TILES_SAVED_PERCENT) * padded <= 100 * unsplit
+    let unsplit = queries.saturating_mul(pack).max(tile_rows).saturating_mul(group / pack);
+    let padded = queries.saturating_mul(group.unsigned_abs().next_power_of_two() as i64).max(tile_rows);
+    pack < group && padded.saturating_mul(100 + TILES_SAVED_PERCENT) <= unsplit.saturating_mul(100)
 }
 
 /// Axes of q as `[atom column, token, KV head, head of the KV head, column]`, the innermost first. A box is a tile's rows.
