@@ -23,10 +23,14 @@ pub(crate) fn present() -> Result {
 
 /// The CUDA version that the driver supports: 12080 is 12.8.
 pub(crate) fn version() -> Result<i32> {
+    static VERSION: OnceLock<i32> = OnceLock::new();
+    if let Some(version) = VERSION.get() {
+        return Ok(*version);
+    }
     let mut version = 0;
     // SAFETY: writes one integer.
     check(unsafe { sys::cuDriverGetVersion(&raw mut version) }, "cuDriverGetVersion")?;
-    Ok(version)
+    Ok(*VERSION.get_or_init(|| version))
 }
 
 /// An id that no other context of the process has or has had, also none at the same address before. Drivers before CUDA

@@ -7,14 +7,17 @@ use super::{module, variants};
 use crate::error::Result;
 use crate::log;
 use crate::stream::Stream;
+use cudarc::driver::sys::CUfunction;
 use std::ffi::c_void;
 use std::ptr::null_mut;
 
 /// Size of the dynamic scheduler's tile counter.
 pub(super) const NEXT_TILE_BYTES: usize = size_of::<u64>();
 
-/// The kernel that clears it.
-const CLEAR_KERNEL: &str = "clear_tile_counter";
+/// The kernel that clears it; its module is loaded if necessary.
+fn clear_function() -> Result<CUfunction> {
+    module::function(variants::find("clear_tile_counter", &[])?)
+}
 
 /// The source of a kernel's parameter.
 pub(super) trait Parameter {
@@ -53,7 +56,7 @@ impl<P: Parameter> Launch<P> {
     /// Loads the kernel without launching it.
     pub(super) fn load(&self) -> Result {
         if self.is_after_clearing() {
-            module::function(variants::find(CLEAR_KERNEL, &[])?)?;
+            clear_function()?;
         }
         module::function(self.variant).map(|_| ())
     }
@@ -74,7 +77,7 @@ impl<P: Parameter> Launch<P> {
             // SAFETY: this function's contract.
             return unsafe { enqueue::fill(self.next_tile, 0, NEXT_TILE_BYTES, stream) };
         }
-        let function = module::function(variants::find(CLEAR_KERNEL, &[])?)?;
+        let function = clear_function()?;
         let config = LaunchConfig { grid: [1, 1, 1], threads: 1, shared_memory: 0 };
         let params = ClearTileCounterParams { next_tile: self.next_tile.cast() };
         // SAFETY: the parameter is the kernel's; the memory is writable by this function's contract.
