@@ -34,19 +34,15 @@ def shapes(num_tokens: int, num_seqs: int, max_pages_per_seq: int) -> StepBatch:
     )
 
 
-def pack(batch: StepBatch, options: SamplingBatch) -> np.ndarray:
-    """All arrays as one of i32, so that a step has one transfer to the device. Other dtypes keep their bits."""
-
-    def words(array: np.ndarray) -> np.ndarray:
-        return (array.astype(np.int32) if array.dtype == np.bool_ else array.view(np.int32)).ravel()
-
-    return np.concatenate([words(array) for array in (*batch, *options)])
+def pack(arrays: StepBatch | SamplingBatch) -> np.ndarray:
+    """All arrays as one of i32; other dtypes keep their bits."""
+    return np.concatenate([(a.astype(np.int32) if a.dtype == np.bool_ else a.view(np.int32)).ravel() for a in arrays])
 
 
 def unpack(
     packed: jax.Array, num_tokens: int, num_seqs: int, max_pages_per_seq: int
 ) -> tuple[StepBatch, SamplingBatch]:
-    """The arrays of `pack`."""
+    """The arrays of `BatchBuilder.packed`."""
     begin = 0
 
     def take(dtype: type, shape: tuple[int, ...]) -> jax.Array:
@@ -65,7 +61,7 @@ class BatchBuilder:
     def __init__(self, max_num_seqs: int, max_pages_per_seq: int, page_size: int) -> None:
         self.max_num_seqs, self.max_pages_per_seq, self.page_size = max_num_seqs, max_pages_per_seq, page_size
         self._tables = np.zeros((max_num_seqs, max_pages_per_seq), np.int32)  # of each sequence slot
-        self._no_sampling: dict[int, SamplingBatch] = {}  # by rows
+        self._no_sampling: dict[int, np.ndarray] = {}  # by rows
         # Of each slot: whose table it is, after how many evictions, and how many of its pages are in it.
         self._filled: list[tuple[Sequence | None, int, int]] = [(None, 0, 0)] * max_num_seqs
 
@@ -143,11 +139,15 @@ class BatchBuilder:
             count_rows=count_rows,
         )
 
-    def no_sampling(self, num_tokens: int) -> SamplingBatch:
-        """Options for a step that does not sample; made once."""
-        if num_tokens not in self._no_sampling:
-            self._no_sampling[num_tokens] = self.build_sampling([], num_tokens)
-        return self._no_sampling[num_tokens]
+    def packed(self, chunks: list[Chunk], num_tokens: int, samples: bool) -> np.ndarray:
+        """The batch and the sampling options as one array of i32, so that a step has one transfer to the device."""
+        if samples:
+            options = pack(self.build_sampling(chunks, num_tokens))
+        else:
+            if num_tokens not in self._no_sampling:
+                self._no_sampling[num_tokens] = pack(self.build_sampling([], num_tokens))
+            options = self._no_sampling[num_tokens]
+        return np.concatenate([pack(self.build(chunks, num_tokens)), options])
 
     def _update_table(self, sequence: Sequence) -> None:
         owner, evictions, filled = self._filled[sequence.slot]

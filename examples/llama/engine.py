@@ -15,11 +15,10 @@ from typing import NamedTuple
 import jax
 import numpy as np
 
-from .batch import BatchBuilder, StepBatch
+from .batch import BatchBuilder
 from .config import LlamaConfig
 from .options import Sampling
 from .programs import Results, StepPrograms
-from .sampling import SamplingBatch
 from .scheduler import Chunk, RequestError, Scheduler, Sequence
 from .spread import Spread
 from .weights import LlamaWeights
@@ -77,7 +76,7 @@ class Prepared(NamedTuple):
     start: float
     bucket: int
     samples: bool
-    inputs: tuple[StepBatch, SamplingBatch]
+    packed: np.ndarray
 
 
 @dataclass(frozen=True)
@@ -284,14 +283,12 @@ class Engine:
             self._programs.compile(bucket, samples)
             self.stats.compile_seconds += time.perf_counter() - start
         start = time.perf_counter()
-        batch = self._builder.build(chunks, bucket)
-        options = self._builder.build_sampling(chunks, bucket) if samples else self._builder.no_sampling(bucket)
-        return Prepared(chunks, start, bucket, samples, (batch, options))
+        return Prepared(chunks, start, bucket, samples, self._builder.packed(chunks, bucket, samples))
 
     def _launch(self, prepared: list[Prepared]) -> None:
-        first, inputs = prepared[0], [one.inputs for one in prepared]
+        first, packed = prepared[0], np.stack([one.packed for one in prepared])
         logprobs = first.samples and any(chunk.sequence.sampling.logprobs for one in prepared for chunk in one.chunks)
-        results = self._programs.launch(first.bucket, inputs, first.samples, logprobs, bool(self._in_flight))
+        results = self._programs.launch(first.bucket, packed, first.samples, logprobs, bool(self._in_flight))
         self._in_flight += (Launched(one.chunks, one.start, results, index) for index, one in enumerate(prepared))
 
     def _read(self, launched: Launched) -> list[Token]:

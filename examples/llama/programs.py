@@ -18,11 +18,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from .batch import BatchBuilder, StepBatch, pack, unpack
+from .batch import BatchBuilder, unpack
 from .config import LlamaConfig
 from .model import Attend, Predicted, StepState, make_caches, step, update_and_attend, update_and_attend_by_row
 from .options import MAX_TOP_LOGPROBS
-from .sampling import Sampled, SamplingBatch, make_counts, sample
+from .sampling import Sampled, make_counts, sample
 from .spread import Spread
 from .weights import LlamaWeights
 
@@ -108,15 +108,12 @@ class StepPrograms:
         """One `[P, page_size, 2 * Hkv, D]` per layer; every step writes them in place."""
         return self._state.caches
 
-    def launch(
-        self, bucket: int, inputs: list[tuple[StepBatch, SamplingBatch]], samples: bool, logprobs: bool, follows: bool
-    ) -> Future[Results]:
-        """Have the device compute a step for each of `inputs`, behind those launched before.
+    def launch(self, bucket: int, packed: np.ndarray, samples: bool, logprobs: bool, follows: bool) -> Future[Results]:
+        """Have the device compute a step for each row of `packed`, behind those launched before.
 
         `samples`: whether tokens are chosen by the options, else the most likely ones are. `logprobs`: whether the
         results have log-probabilities. `follows`: whether those of the launch before have not been read yet.
         """
-        packed = np.stack([pack(*of_step) for of_step in inputs])
         return self._thread.submit(self._launch, bucket, packed, samples, logprobs, follows)
 
     def is_compiled(self, bucket: int, samples: bool, num_steps: int = 1) -> bool:
@@ -177,8 +174,8 @@ class StepPrograms:
         """Rows, sequences and pages per sequence, as `unpack` takes them."""
         return bucket, self._builder.num_entries(bucket), self._builder.max_pages_per_seq
 
-    def _padding(self, bucket: int) -> tuple[StepBatch, SamplingBatch]:
-        return self._builder.build([], bucket), self._builder.no_sampling(bucket)
+    def _padding(self, bucket: int, num_steps: int) -> np.ndarray:
+        return np.tile(self._builder.packed([], bucket, False), (num_steps, 1))
 
     def _keep(self, keys: list[StepKey]) -> None:
         """Make the arrays of programs that have none yet."""
@@ -198,7 +195,7 @@ class StepPrograms:
                     jnp.zeros((*each, top), jnp.int32),
                     jnp.zeros((*each, top), jnp.float32),
                 )
-                packed = jnp.asarray(np.tile(pack(*self._padding(key.bucket)), (key.num_steps, 1)))
+                packed = jnp.asarray(self._padding(key.bucket, key.num_steps))
                 self._kept[key] = Kept(*self._place((packed, predicted, sampled)))
 
     def _compiled_step(self, key: StepKey) -> jax.stages.Compiled:
@@ -220,8 +217,8 @@ class StepPrograms:
 
     def _run_padding(self, bucket: int, num_steps: int, samples: bool) -> None:
         """Steps of padding rows, which write no cache entry."""
-        for logprobs in (False, samples):
-            results = self.launch(bucket, [self._padding(bucket)] * num_steps, samples, logprobs, False).result()
+        for logprobs in (False, True) if samples else (False,):
+            results = self.launch(bucket, self._padding(bucket, num_steps), samples, logprobs, False).result()
         jax.block_until_ready(results.tokens)
 
     def _launch(self, bucket: int, packed: np.ndarray, samples: bool, logprobs: bool, follows: bool) -> Results:
@@ -271,7 +268,7 @@ def packed_steps(
     state: StepState,
     packed: jax.Array,
 ) -> tuple[tuple[Predicted, Sampled | None], StepState]:
-    """`step` on each row of `packed`, the arrays that `pack` made one, of `sizes` T, S and M; see `Kept`.
+    """`step` on each row of `packed`, arrays of `BatchBuilder.packed` of `sizes` T, S and M; see `Kept`.
 
     The results of the launch before are donated.
     """

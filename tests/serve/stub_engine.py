@@ -11,11 +11,10 @@ from concurrent.futures import Future, ThreadPoolExecutor
 import numpy as np
 from tokenizers import Tokenizer, models
 
-from llama.batch import BatchBuilder, StepBatch, pack
+from llama.batch import BatchBuilder
 from llama.config import LlamaConfig
 from llama.engine import Engine, EngineConfig, EngineStats
 from llama.programs import Results
-from llama.sampling import SamplingBatch
 from llama.tokenizer import ChatTokenizer
 
 VOCABULARY = 4096
@@ -44,17 +43,10 @@ class StubPrograms:
         return True
 
     def launch(
-        self,
-        _bucket: int,
-        inputs: list[tuple[StepBatch, SamplingBatch]],
-        _samples: bool,
-        _logprobs: bool,
-        follows: bool,
+        self, bucket: int, packed: np.ndarray, _samples: bool, _logprobs: bool, follows: bool
     ) -> Future[Results]:
-        """The packing is the real one, and by the caller as there."""
-        np.stack([pack(*of_step) for of_step in inputs])
-        batch, _ = inputs[0]
-        return self._thread.submit(self._launch, (len(inputs), len(batch.context_lens)), follows)
+        """A token for each row of each step."""
+        return self._thread.submit(self._launch, (len(packed), bucket), follows)
 
     def _launch(self, shape: tuple[int, int], follows: bool) -> Results:
         num_steps, _ = shape
