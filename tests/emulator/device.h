@@ -198,6 +198,10 @@ inline int __reduce_max_sync(unsigned, int x) {
   for (int distance = 1; distance < emulator::kWarp; distance *= 2) x = std::max(x, __shfl_xor_sync(~0u, x, distance));
   return x;
 }
+inline int __reduce_add_sync(unsigned, int x) {
+  for (int distance = 1; distance < emulator::kWarp; distance *= 2) x += __shfl_xor_sync(~0u, x, distance);
+  return x;
+}
 inline float __fdividef(float x, float y) { return x / y; }
 inline unsigned long long atomicAdd(unsigned long long* to, unsigned long long x) {
   const unsigned long long before = *to;

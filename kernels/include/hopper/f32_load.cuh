@@ -80,7 +80,10 @@ class F32Loader {
         }
       }
       __syncwarp();
-      if (threadIdx.x % 32 == 0) pipeline_.tile_empty(tile_state).arrive();
+      if (threadIdx.x % 32 == 0) {
+        if (thread_ == 0) pipeline_.tile_wanted(count).arrive();
+        pipeline_.tile_empty(tile_state).arrive();
+      }
     }
   }
 

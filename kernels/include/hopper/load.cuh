@@ -317,6 +317,10 @@ __device__ __forceinline__ void load_blocks_with(Loader loader, const HopperPref
                                                  const Pipeline<Shape>& pipeline) {
   // hopper_split_kv is bound by loads from its start.
   constexpr bool kWaits = !Shape::kSplitsKeys;
+  // The scheduler looks for the next tile once so many blocks of K are to be loaded besides the next one. Earlier, long
+  // tiles would be assigned before it is known which CTA is free first; later, their loads would be late. A block of
+  // fp8 takes half as long.
+  constexpr int kBlocksToGo = Shape::kTransposeWarps > 0 ? 4 : 2;
   int32_t block_count = 0;
   bool has_tile = true;
   // `count` counts the scheduler's tiles, `tile_count` those that have keys, for which Q is loaded.
@@ -327,10 +331,14 @@ __device__ __forceinline__ void load_blocks_with(Loader loader, const HopperPref
     const PrefillTile& tile = pipeline.tile(tile_state);
     int32_t block = tile.end_block - 1;
     if (tile.work.tile.num_rows > 0 && block >= tile.first_block) {
+      const int32_t wanted_at = min(tile.first_block + kBlocksToGo, block);
       loader.begin(tile, block);
       if (kWaits && block_count == 0 && kOperand == Operand::values) pipeline.first_keys_loaded().wait();
 #pragma unroll 1
       for (; block >= tile.first_block; --block) {
+        if (kOperand == Operand::keys && block == wanted_at && threadIdx.x % 32 == 0) {
+          pipeline.tile_wanted(count).arrive();
+        }
         loader.load(block, block_count);
         if (kOperand == Operand::keys && block == tile.end_block - 1) {
           load_query<Shape>(params, pipeline, tile, tile_count);
@@ -339,6 +347,8 @@ __device__ __forceinline__ void load_blocks_with(Loader loader, const HopperPref
         if (kWaits && block_count == 1 && kOperand == Operand::keys) wait_for_first_loads(pipeline);
       }
       ++tile_count;
+    } else if (kOperand == Operand::keys && threadIdx.x % 32 == 0) {
+      pipeline.tile_wanted(count).arrive();
     }
     has_tile = tile.work.tile.num_rows > 0;
     __syncwarp();

@@ -61,7 +61,8 @@ class Pipeline {
     kValuesEmpty = kValuesFull + kStages,
     kTileFull = kValuesEmpty + kStages,
     kTileEmpty = kTileFull + 2,
-    kStartsChecked = kTileEmpty + 2,
+    kTileWanted = kTileEmpty + 2,
+    kStartsChecked = kTileWanted + 1,
     kFirstKeysLoaded = kStartsChecked + 1,
     kLoadedValuesFull = kFirstKeysLoaded + 1,
     kLoadedValuesEmpty = kLoadedValuesFull + (kHasTranspose ? kStages : 0),
@@ -91,6 +92,7 @@ class Pipeline {
     init(kValuesEmpty, kStages, Shape::kComputeWarps);
     init(kTileFull, 2, 1);
     init(kTileEmpty, 2, Shape::kComputeWarps + Shape::kLoadWarps);
+    init(kTileWanted, 1, 1);
     init(kStartsChecked, 1, 1);
     init(kFirstKeysLoaded, 1, 1);
     if constexpr (kHasTranspose) {
@@ -126,6 +128,8 @@ class Pipeline {
   }
   __device__ __forceinline__ Barrier tile_full(PipelineState<2> state) const { return barrier(kTileFull, state); }
   __device__ __forceinline__ Barrier tile_empty(PipelineState<2> state) const { return barrier(kTileEmpty, state); }
+  /// Most blocks of K of the CTA's tile number `count` are loaded, so the next tile is due.
+  __device__ __forceinline__ Barrier tile_wanted(int32_t count) const { return barrier(kTileWanted, count & 1); }
   /// `starts_ascend` is written.
   __device__ __forceinline__ Barrier starts_checked() const { return barrier(kStartsChecked, 0); }
   /// The CTA's first block of K is loaded.

@@ -23,8 +23,11 @@ __device__ __forceinline__ void prefill(const HopperPrefillParams& params, const
   if (threadIdx.x == 32) {
     for (const auto* map : {&params.q, &params.k, &params.v, &params.out}) ptx::prefetch_tensormap(*map);
   }
-  __syncthreads();
   const int32_t warp = uniform(threadIdx.x / 32);
+  TileScheduler<Shape> scheduler(params);
+  // Beside the initialisation: every other warp waits for the first tile.
+  if (warp == Shape::kComputeWarps + 2) scheduler.begin();
+  __syncthreads();
   if (warp >= Shape::kComputeWarps) {
     ptx::warpgroup_reg_dealloc<Shape::kLoaderRegisters>();
     switch (warp - Shape::kComputeWarps) {
@@ -35,7 +38,7 @@ __device__ __forceinline__ void prefill(const HopperPrefillParams& params, const
         load_blocks<Shape, Operand::values>(params, pipeline);
         break;
       case 2:
-        schedule_tiles<Shape, LogitsTransform>(params, pipeline, initial);
+        schedule_tiles<Shape, LogitsTransform>(params, pipeline, initial, scheduler);
         break;
       default: {
         const bool ascend = query_starts_ascend(params.attention);

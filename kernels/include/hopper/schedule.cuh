@@ -1,5 +1,6 @@
 // The tile scheduler of the prefill kernel: which work tiles a CTA computes, and in what order. One warp of each CTA
-// runs it on the device, because only the device knows the lengths, one tile ahead of the compute warps.
+// runs it on the device, because only the device knows the lengths, one tile ahead of the compute warps, but not before
+// the K warp has loaded most of the tile before.
 //
 // Tile indices ascend over groups of 32 sequences (one per lane), in a group over head groups, and in a head group over
 // tiles in LPT order: those with the last query rows first, which are the longest under a causal mask; heads vary
@@ -20,8 +21,10 @@
 
 namespace xa::hopper {
 
-__device__ __forceinline__ int64_t sum_of_lanes(int64_t mine) {
-  return __shfl_sync(~0u, sum_up_to_this_lane(mine), 31);
+__device__ __forceinline__ float sum_of_lanes(float x) {
+#pragma unroll
+  for (int distance = 16; distance > 0; distance /= 2) x += __shfl_xor_sync(~0u, x, distance);
+  return x;
 }
 
 /// Maps tile indices, which must ascend, to work tiles. Run by one warp; lane i holds sequence `first_ + i`.
@@ -29,32 +32,40 @@ template <typename Shape>
 class TileScheduler {
  public:
   __device__ __forceinline__ explicit TileScheduler(const HopperPrefillParams& params)
-      : params_(params.attention), is_causal_(params.is_causal != 0), num_seqs_(live_sequences(params_)) {
+      : params_(params.attention), is_causal_(params.is_causal != 0) {}
+
+  /// Reads the metadata of the first sequences.
+  __device__ __forceinline__ void begin() {
+    num_seqs_ = live_sequences(params_);
+    maxima_ = kStartsAscend;
+    before_ = 0;
     load_sequences(0);
   }
 
   /// Writes tile `index` to `to`; past the last tile, one with num_rows = 0.
-  __device__ __forceinline__ void locate(int64_t index, int32_t packs_per_kv_head, PrefillTile& to) {
-    while (index - before_ >= tiles_per_head_ * params_.num_kv_heads && first_ + 32 < num_seqs_) {
-      before_ += tiles_per_head_ * params_.num_kv_heads;
+  __device__ __forceinline__ void locate(uint32_t index, int32_t packs_per_kv_head, PrefillTile& to) {
+    while (index - before_ >= num_tiles() && first_ + 32 < num_seqs_) {
+      before_ += num_tiles();
       load_sequences(first_ + 32);
     }
     index -= before_;
-    if (index >= tiles_per_head_ * params_.num_kv_heads) {
+    if (index >= num_tiles()) {
       if (threadIdx.x % 32 == 0) to.work.tile.num_rows = 0;
       return;
     }
-    // Head group g of G has heads [g H / G, (g + 1) H / G).
-    const int64_t heads = params_.num_kv_heads, in_heads = divide(index, tiles_per_head_);
-    const int64_t group = divide((in_heads + 1) * head_groups_ - 1, heads);
-    const int64_t first = divide(group * heads, int64_t{head_groups_}),
-                  end = divide((group + 1) * heads, int64_t{head_groups_});
-    const int64_t in_group = index - first * tiles_per_head_, in_head = divide(in_group, end - first);
-    const auto head = static_cast<int32_t>(first + in_group - in_head * (end - first));
+    const uint32_t heads = heads_per_group_, missing = heads - first_group_heads_;
+    const uint32_t group = (index + missing * tiles_per_head_) / (heads * tiles_per_head_);
+    const uint32_t first_head = group == 0 ? 0 : group * heads - missing;
+    const uint32_t in_group = index - first_head * tiles_per_head_;
+    const uint32_t in_head = in_group / (group == 0 ? first_group_heads_ : heads);
+    const uint32_t head = first_head + in_group - in_head * (group == 0 ? first_group_heads_ : heads);
     locate_in_head(in_head, head, packs_per_kv_head, to);
   }
 
  private:
+  /// Tiles of these sequences. 32 bits hold their numbers: every tile has rows of q of its own, so that 2^31 tiles
+  /// would take 256 GB.
+  __device__ __forceinline__ uint32_t num_tiles() const { return tiles_per_head_ * params_.num_kv_heads; }
   /// Loads the metadata of sequences [first, first + 32), one per lane.
   __device__ __forceinline__ void load_sequences(int32_t first) {
     const int32_t b = first + static_cast<int32_t>(threadIdx.x % 32);
@@ -69,28 +80,34 @@ class TileScheduler {
     const bool is_selected =
         b < num_seqs_ && sequence_.len_q >= params_.min_queries && sequence_.len_q <= params_.max_queries;
     num_tiles_ = is_selected ? (sequence_.len_q * params_.group + Shape::kRows - 1) / Shape::kRows : 0;
-    tiles_per_head_ = sum_of_lanes(num_tiles_);
-    head_groups_ = is_causal_ ? choose_head_groups(is_selected) : params_.num_kv_heads;
+    tiles_per_head_ = __reduce_add_sync(~0u, num_tiles_);
+    choose_head_groups(is_selected);
   }
-  /// Number of head groups of these sequences. A group is large enough that its longest tiles fill kWaves waves of
+  /// Chooses the head groups of these sequences. A group is large enough that its longest tiles fill kWaves waves of
   /// CTAs, which keeps the tail short, but no larger than leaves kSharing CTAs at work on the same keys at the same
   /// time, which keeps those in L2: tiles of the same rows, one per sequence and head, run together. Both constants are
   /// measured (docs/dev/lab_notebook.md).
-  __device__ __forceinline__ int32_t choose_head_groups(bool is_selected) const {
-    constexpr float kWaves = 1.9f, kSharing = 4.0f;
+  __device__ __forceinline__ void choose_head_groups(bool is_selected) {
+    heads_per_group_ = first_group_heads_ = 1;
+    if (!is_causal_) return;
+    constexpr float kWaves = 1.9f, kSharing = Shape::kHeadDim > 128 ? 4.0f : 8.0f;
     // Twice the keys of a head's tiles; those of a sequence have len_k - len_q to len_k keys.
-    const float work = sum_of_lanes(is_selected ? num_tiles_ * (int64_t{2} * sequence_.len_k - sequence_.len_q) : 0);
+    const float keys = 2.0f * sequence_.len_k - sequence_.len_q,
+                work = sum_of_lanes(is_selected ? num_tiles_ * keys : 0);
     const float longest = __reduce_max_sync(~0u, is_selected ? sequence_.len_q : 0), ctas = gridDim.x;
     const float min_heads = ceilf(__fdividef(2 * kWaves * ctas * longest, fmaxf(work, 1.0f)));
     const float levels = __reduce_max_sync(~0u, num_tiles_);
     const float max_heads = floorf(__fdividef(ctas * levels, kSharing * fmaxf(tiles_per_head_, 1.0f)));
     const float heads = fmaxf(fminf(min_heads, max_heads), 1.0f);
-    return max(static_cast<int32_t>(__fdividef(params_.num_kv_heads, heads)), 1);
+    const uint32_t all = params_.num_kv_heads;
+    const uint32_t groups = max(static_cast<uint32_t>(__fdividef(all, heads)), 1u);
+    heads_per_group_ = (all + groups - 1) / groups;
+    first_group_heads_ = all - (all - 1) / heads_per_group_ * heads_per_group_;
   }
 
   /// Locates tile `index` of a head. Level l holds the l-th tile of every sequence that has at least l tiles, counted
   /// from the sequence's first row. Levels descend, and sequences ascend within a level.
-  __device__ __forceinline__ void locate_in_head(int64_t index, int32_t head, int32_t packs_per_kv_head,
+  __device__ __forceinline__ void locate_in_head(uint32_t index, int32_t head, int32_t packs_per_kv_head,
                                                  PrefillTile& to) const {
     int32_t level = __reduce_max_sync(~0u, num_tiles_);
     uint32_t has_level = 0;
@@ -100,17 +117,17 @@ class TileScheduler {
       // The same sequences have a tile at every level in (lower, level].
       has_level = __ballot_sync(~0u, num_tiles_ >= level);
       lower = __reduce_max_sync(~0u, num_tiles_ < level ? num_tiles_ : 0);
-      const int64_t tiles = static_cast<int64_t>(level - lower) * __popc(has_level);
+      const uint32_t tiles = (level - lower) * __popc(has_level);
       if (index < tiles || lower == 0) break;
       index -= tiles;
       level = lower;
     }
-    const int32_t count = __popc(has_level), steps = static_cast<int32_t>(index) / count;
+    const uint32_t count = __popc(has_level), steps = index / count;
     const int32_t tile_index = level - 1 - steps;
     // The lane whose sequence has this rank among those with the level writes the tile.
     const uint32_t lane = threadIdx.x % 32;
     const int32_t rank = __popc(has_level & ((1u << lane) - 1));
-    if ((has_level >> lane & 1) != 0 && rank == static_cast<int32_t>(index) - steps * count) {
+    if ((has_level >> lane & 1) != 0 && rank == static_cast<int32_t>(index - steps * count)) {
       write(tile_index, head, packs_per_kv_head, to);
     }
   }
@@ -134,12 +151,14 @@ class TileScheduler {
 
   const AttentionParams& params_;
   const bool is_causal_;
-  const int32_t num_seqs_;
-  StartMaxima maxima_ = kStartsAscend;  // of these sequences and those before
+  int32_t num_seqs_;
+  StartMaxima maxima_;  // of these sequences and those before
   int32_t first_;
-  int64_t before_ = 0;      // tiles of the sequences before first_
-  int64_t tiles_per_head_;  // of these sequences
-  int32_t head_groups_;
+  uint32_t before_;          // tiles of the sequences before first_
+  uint32_t tiles_per_head_;  // of these sequences
+  // Head groups have heads_per_group_ heads; only the first may have fewer, for the last one is to be long.
+  uint32_t heads_per_group_;
+  uint32_t first_group_heads_;
   QoTile sequence_;  // this lane's sequence; the fields of rows are unused
   int32_t num_tiles_;
 };
@@ -157,24 +176,24 @@ struct InitialTiles {
   static __device__ __forceinline__ InitialTiles none() { return InitialTiles{-1, 0}; }
 };
 
-/// The scheduler warp: writes one work tile after another, then one without rows.
+/// The scheduler warp: writes one work tile after another, then one without rows. The scheduler has begun.
 template <typename Shape, typename LogitsTransform>
 __device__ __forceinline__ void schedule_tiles(const HopperPrefillParams& params, const Pipeline<Shape>& pipeline,
-                                               const InitialTiles& initial) {
-  TileScheduler<Shape> scheduler(params);
-  int64_t index = initial.first;
+                                               const InitialTiles& initial, TileScheduler<Shape>& scheduler) {
+  uint32_t index = initial.first;
   int32_t rows = 1;
 #pragma unroll 1
   for (int32_t count = 0; rows > 0; ++count) {
     const PipelineState<2> state(count);
     pipeline.tile_empty(state).producer_wait();
+    if (count > 0) pipeline.tile_wanted(count - 1).wait();
     if (count > 0 || initial.first < 0) {
       if (params.next_tile == nullptr) {
         index += initial.num_static;
       } else {
-        uint64_t next = 0;
+        uint32_t next = 0;
         if (threadIdx.x % 32 == 0) next = atomicAdd(reinterpret_cast<unsigned long long*>(params.next_tile), 1ull);
-        index = initial.num_static + static_cast<int64_t>(__shfl_sync(~0u, next, 0));
+        index = initial.num_static + __shfl_sync(~0u, next, 0);
       }
     }
     PrefillTile& tile = pipeline.tile(state);
@@ -191,6 +210,15 @@ __device__ __forceinline__ void schedule_tiles(const HopperPrefillParams& params
     // clear_tile_counter may still run. Every CTA waits, so that this kernel is complete after that one.
     if (count == 0) ptx::wait_for_previous_kernel();
   }
+}
+
+/// The same with a scheduler that begins here.
+template <typename Shape, typename LogitsTransform>
+__device__ __forceinline__ void schedule_tiles(const HopperPrefillParams& params, const Pipeline<Shape>& pipeline,
+                                               const InitialTiles& initial) {
+  TileScheduler<Shape> scheduler(params);
+  scheduler.begin();
+  schedule_tiles<Shape, LogitsTransform>(params, pipeline, initial, scheduler);
 }
 
 /// Whether cu_seqlens_q is non-decreasing. Run by one warp.
