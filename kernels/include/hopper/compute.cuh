@@ -22,7 +22,7 @@
 namespace xa::hopper {
 
 /// Clears the rows of a block of V whose keys no query of the sequence attends to: memory there may hold NaN, and
-/// 0 * NaN is NaN. Each warpgroup clears all of them before it uses the block.
+/// 0 * NaN is NaN. Each warpgroup clears all of them before it uses the block, if the V warp does not (kHasLeanLoop).
 template <typename Shape>
 __device__ __forceinline__ void clear_invisible_values(uint8_t* values, const PrefillTile& tile, int32_t first_key) {
   using Atom = typename Shape::Atom;
@@ -46,6 +46,7 @@ __device__ __forceinline__ void compute_tiles(const HopperPrefillParams& prefill
   using KvState = PipelineState<Shape::kStages>;
   // logits_none leaves the softmax scale to the exponent; softcap_alibi turns scores into logits in base 2.
   constexpr bool kScaleInExponent = std::is_same_v<LogitsTransform, logits_none>;
+  constexpr bool kRoundsPerBlock = kScaleInExponent && !Shape::kHasLeanLoop;
   using Atom = typename Shape::Atom;
   using KeyBlock = typename Shape::KeyBlock;
   using ValueBlock = typename Shape::ValueBlock;
@@ -168,10 +169,12 @@ __device__ __forceinline__ void compute_tiles(const HopperPrefillParams& prefill
       release(pipeline.values_empty(now));
       if (state.max_changed()) {
         state.rescale_output();
-        if constexpr (kScaleInExponent) state.template round_max_weights<T>(scores);
+        if constexpr (kRoundsPerBlock) state.template round_max_weights<T>(scores);
       }
       ++block_count;
-      if (masked) clear_partial_values();
+      if constexpr (!Shape::kHasLeanLoop) {
+        if (masked) clear_partial_values();
+      }
     };
 
     // The first block has no P V to overlap with.
@@ -187,9 +190,9 @@ __device__ __forceinline__ void compute_tiles(const HopperPrefillParams& prefill
     } else {
       softmax_block(false);
     }
-    if constexpr (kScaleInExponent) state.template round_max_weights<T>(scores);
+    if constexpr (kRoundsPerBlock) state.template round_max_weights<T>(scores);
     pack_weights();
-    clear_partial_values();
+    if constexpr (!Shape::kHasLeanLoop) clear_partial_values();
     --block;
     if constexpr (kScaleInExponent || Shape::kValueDim % 128 == 0) {
       for_each_block(block, first, common_begin, common_end, step);
@@ -203,6 +206,7 @@ __device__ __forceinline__ void compute_tiles(const HopperPrefillParams& prefill
     pipeline.values_full(last).wait();
     issue_pv(last);
     // Overlaps with the last P V.
+    if constexpr (kScaleInExponent && !kRoundsPerBlock) state.template round_max_weight<T>(unit);
     finalize_rows();
     ptx::wgmma_wait_group<0>();
     release(pipeline.values_empty(last));

@@ -26,6 +26,8 @@ struct Fp8PrefillShape : Config {
   /// Warps that transpose V: the one that loads V, and one more.
   static constexpr int kTransposeWarps = 2;
   static constexpr int kLoadWarps = 1 + kTransposeWarps, kKeyLoadWarps = 1;
+  /// The transpose warps clear rows of V.
+  static constexpr bool kHasLeanLoop = false;
   /// O is bf16 or f16, which the parameters say.
   static constexpr bool kOutputTypeAtRunTime = true;
   /// P is multiplied by 2^kWeightLog2, so that fewer small weights underflow; the largest e4m3fn is 448.

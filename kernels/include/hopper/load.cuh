@@ -23,6 +23,9 @@ class TmaLoader {
   static constexpr int kRowGroups = Shape::kKeys / 8;
   using Block = std::conditional_t<kOfKeys, typename Shape::KeyBlock, typename Shape::LoadedValueBlock>;
   static constexpr int kAtomElements = Shape::kHeadDim / Shape::kQueryAtomColumns;
+  /// Memory of keys that no query of the sequence attends to may hold NaN, and 0 * NaN is NaN, so the V warp clears
+  /// their rows.
+  static constexpr bool kClears = !kOfKeys && Shape::kHasLeanLoop;
 
  public:
   __device__ __forceinline__ TmaLoader(const HopperPrefillParams& params, const Pipeline<Shape>& pipeline)
@@ -37,9 +40,8 @@ class TmaLoader {
   __device__ __forceinline__ void begin(const PrefillTile& tile, int32_t block) {
     head_ = tile.work.kv_head / params_.packs_per_kv_head;
     reads_once_ = Shape::kSplitsKeys && tile.work.tile.len_q <= Shape::kRows >> params_.group_log2;
+    tile_ = &tile;
     if constexpr (kPaged) {
-      visible_begin_ = tile.visible_begin;
-      visible_end_ = tile.visible_end;
       table_ = params_.attention.block_table + tile.work.tile.sequence * params_.attention.block_table_stride;
       head_atom_column_ = head_ * (kOfKeys ? params_.k_head_atom_columns : params_.v_head_atom_columns);
     } else {
@@ -54,7 +56,10 @@ class TmaLoader {
     const PipelineState<Shape::kStages> state(count);
     const Box box = next_box_;
     next_box_ = find_box(block - 1);
-    const Barrier full = kOfKeys ? pipeline_.keys_full(state) : pipeline_.loaded_values_full(state);
+    const int32_t first_key = block * Shape::kKeys;
+    const bool clears = kClears && (first_key < tile_->visible_begin || first_key + Shape::kKeys > tile_->visible_end);
+    Barrier full = kOfKeys ? pipeline_.keys_full(state) : pipeline_.loaded_values_full(state);
+    if (clears) full = pipeline_.partial_values_full(count);
     const uint32_t to = kOfKeys ? pipeline_.keys(state.stage) : pipeline_.loaded_values(state.stage);
     const TensorMap& map = kOfKeys ? params_.k : params_.v;
     wait_for_stage(count);
@@ -73,9 +78,20 @@ class TmaLoader {
     } else if (lane_ == 0) {
       full.arrive_expect_tx(Block::kBytes);
       for_each_box(to, [&](uint32_t box_to, int32_t column) {
-        load_box(box_to, map, full.address, column, start_ + block * Shape::kKeys, 0, head_, 0);
+        load_box(box_to, map, full.address, column, start_ + first_key, 0, head_, 0);
       });
     }
+    if constexpr (!kClears) return;
+    if (!clears) {
+      if (lane_ == 0) pipeline_.partial_values_full(count).arrive();
+      return;
+    }
+    full.wait();
+    clear_rows(to, 0, tile_->visible_begin - first_key);
+    clear_rows(to, tile_->visible_end - first_key, Shape::kKeys);
+    ptx::fence_proxy_async_shared();
+    __syncwarp();
+    if (lane_ == 0) pipeline_.values_full(state).arrive();
   }
   /// TMA completes the phase of the block's full barrier itself.
   __device__ __forceinline__ void finish(int32_t) const {}
@@ -115,6 +131,17 @@ class TmaLoader {
       load(to + box * Block::kLeadingByteOffset, box * kAtomElements);
     }
   }
+  /// Clears rows [first, end) of a block.
+  __device__ __forceinline__ void clear_rows(uint32_t to, int32_t first, int32_t end) const {
+    constexpr int kChunks = Block::kAtomColumns * (kAtomElements / 8);
+#pragma unroll 1
+    for (int32_t item = max(first, 0) * kChunks + lane_; item < min(end, Shape::kKeys) * kChunks; item += 32) {
+      const int32_t row = item / kChunks, chunk = item % kChunks;
+      xa::ptx::clear_shared_16(to + row / 8 * Block::kStrideByteOffset +
+                               chunk / (kAtomElements / 8) * Block::kLeadingByteOffset + row % 8 * (2 * kAtomElements) +
+                               chunk % (kAtomElements / 8) * 16);
+    }
+  }
   /// This lane's box of a block.
   struct Box {
     int32_t page;
@@ -125,7 +152,8 @@ class TmaLoader {
     if constexpr (kPaged) {
       const int32_t first = block * Shape::kKeys + lane_ * 8 * box_row_groups_;
       // Entries of the block table past ceil(len_k / page_size) and for pages without a visible key are not read.
-      if (lane_ < boxes_per_block_ && first < visible_end_ && first + 8 * box_row_groups_ > visible_begin_) {
+      if (lane_ < boxes_per_block_ && first < tile_->visible_end &&
+          first + 8 * box_row_groups_ > tile_->visible_begin) {
         const uint32_t page_size = params_.attention.page_size, index = static_cast<uint32_t>(first) / page_size;
         box.page = clamp(__ldg(table_ + index), 0, params_.attention.num_pages - 1);
         box.row_group = (first - index * page_size) / 8;
@@ -143,8 +171,7 @@ class TmaLoader {
   Box next_box_;  // of the block that is loaded next: its page is looked up one block ahead
   int32_t head_;
   int32_t start_;
-  int32_t visible_begin_;
-  int32_t visible_end_;
+  const PrefillTile* tile_;
   int32_t head_atom_column_;
   const int32_t* table_;
   bool reads_once_;  // hopper_split_kv: the sequence has one tile, so no other CTA reads its keys

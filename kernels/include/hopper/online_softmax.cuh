@@ -20,22 +20,23 @@ __device__ __forceinline__ float round_to(float x) {
 ///
 /// The reference of a row's exponents is its largest logit (base 2) *as rounded* to f32, so one FMA computes an
 /// exponent for logits up to 2^28. Rounding changes all exponents of a row by the same amount, which the normalisation
-/// cancels. The largest weight is then not exactly 1 and is rounded to T like the others; `round_max_weights` adds it
-/// to the sum as rounded, so that a key with all of the weight gets exactly that.
+/// cancels. The largest weight is then not exactly 1 and is rounded to T like the others; `round_max_weight` adds it to
+/// the sum as rounded, so that a key with all of the weight gets exactly that.
 template <int kColumnTiles>
 struct OnlineSoftmax {
   /// Independent partial sums per lane and row; measured to be the faster choice for each width.
   static constexpr int kPartialSums = kColumnTiles == 128 / 8 ? 1 : 2;
 
-  float max[2];      // largest logit, rounded
-  float sum[2];      // of this lane's columns only, until `finalize`
-  float rescale[2];  // factor of the earlier output relative to the last block's maximum
+  float max[2];        // largest logit, rounded
+  float max_score[2];  // largest score
+  float sum[2];        // of this lane's columns only, until `finalize`
+  float rescale[2];    // factor of the earlier output relative to the last block's maximum
   float output[kColumnTiles][4];
 
   __device__ __forceinline__ void reset() {
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
-      max[half] = -INFINITY;
+      max[half] = max_score[half] = -INFINITY;
       sum[half] = 0.0f;
     }
 #pragma unroll
@@ -92,13 +93,22 @@ struct OnlineSoftmax {
   /// logits of 1024 that weight is close enough to 1 to need no correction.
   template <typename T, int kKeyTiles>
   __device__ __forceinline__ void round_max_weights(const float (&weights)[kKeyTiles][4]) {
-    const auto is_large = [](float x) { return fabsf(x) > 1024.0f && x != -INFINITY; };
     if (!__any_sync(~0u, is_large(max[0]) || is_large(max[1]))) return;
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
       const float largest = quad_max(lane_max(weights, half));
       // The sums of the quad's lanes are added up later, so lane 0 corrects its own for all.
       if (rescale[half] != 1.0f && threadIdx.x % 4 == 0) sum[half] += round_to<T>(largest) - largest;
+    }
+  }
+  /// The same for the maximum over all blocks, once after the last block. The weights of earlier maxima stay as they
+  /// are.
+  template <typename T>
+  __device__ __forceinline__ void round_max_weight(float log2_unit) {
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      const float weight = xa::ptx::exp2_approx(__fmaf_rn(max_score[half], log2_unit, -max[half]));
+      if (is_large(max[half]) && threadIdx.x % 4 == 0) sum[half] += round_to<T>(weight) - weight;
     }
   }
   /// Reduces the lanes' sums; called once, after the last block.
@@ -128,10 +138,13 @@ struct OnlineSoftmax {
   }
 
  private:
+  static __device__ __forceinline__ bool is_large(float x) { return fabsf(x) > 1024.0f && x != -INFINITY; }
   /// Updates a row's maximum and rescale factor by the largest score of this lane's columns. Returns the reference that
   /// is subtracted from the row's logits.
   __device__ __forceinline__ float update_max(int half, float largest, float log2_unit) {
-    const float next = fmaxf(max[half], __fmul_rn(quad_max(largest), log2_unit));
+    largest = quad_max(largest);
+    max_score[half] = fmaxf(max_score[half], largest);
+    const float next = fmaxf(max[half], __fmul_rn(largest, log2_unit));
     // A row without a visible key so far has weights of 0 and a rescale factor of 0.
     const float base = next == -INFINITY ? 0.0f : next;
     rescale[half] = xa::ptx::exp2_approx(max[half] - base);

@@ -62,7 +62,8 @@ class Pipeline {
     kTileFull = kValuesEmpty + kStages,
     kTileEmpty = kTileFull + 2,
     kTileWanted = kTileEmpty + 2,
-    kStartsChecked = kTileWanted + 1,
+    kPartialValuesFull = kTileWanted + 1,
+    kStartsChecked = kPartialValuesFull + 1,
     kFirstKeysLoaded = kStartsChecked + 1,
     kLoadedValuesFull = kFirstKeysLoaded + 1,
     kLoadedValuesEmpty = kLoadedValuesFull + (kHasTranspose ? kStages : 0),
@@ -93,6 +94,7 @@ class Pipeline {
     init(kTileFull, 2, 1);
     init(kTileEmpty, 2, Shape::kComputeWarps + Shape::kLoadWarps);
     init(kTileWanted, 1, 1);
+    init(kPartialValuesFull, 1, 1);
     init(kStartsChecked, 1, 1);
     init(kFirstKeysLoaded, 1, 1);
     if constexpr (kHasTranspose) {
@@ -125,6 +127,11 @@ class Pipeline {
   }
   __device__ __forceinline__ Barrier loaded_values_empty(PipelineState<kStages> state) const {
     return kHasTranspose ? barrier(kLoadedValuesEmpty, state) : values_empty(state);
+  }
+  /// The CTA's block of V number `count` is loaded, if the V warp clears rows of it. The V warp arrives here for every
+  /// block, so that phases follow `count`.
+  __device__ __forceinline__ Barrier partial_values_full(int32_t count) const {
+    return barrier(kPartialValuesFull, count & 1);
   }
   __device__ __forceinline__ Barrier tile_full(PipelineState<2> state) const { return barrier(kTileFull, state); }
   __device__ __forceinline__ Barrier tile_empty(PipelineState<2> state) const { return barrier(kTileEmpty, state); }

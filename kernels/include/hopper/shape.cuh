@@ -39,6 +39,12 @@ struct SplitKvTile : PrefillTile {
   int32_t group;        // query heads per KV head, without padding heads
 };
 
+/// Whether a row of tiles::HopperPrefill is for a logits transform.
+template <typename Config>
+constexpr bool kTransformsLogits = true;
+template <int kBytes, typename HeadDim>
+constexpr bool kTransformsLogits<tiles::HopperPrefill<kBytes, HeadDim, tiles::logits_none>> = false;
+
 /// `Config` is a row of tiles::HopperPrefill (kernels/variants.toml).
 template <typename Config, Storage kStorage_>
 struct PrefillShape : Config {
@@ -74,6 +80,11 @@ struct PrefillShape : Config {
   static constexpr int kLoadWarps = 2, kKeyLoadWarps = 1;
   /// wgmma takes 16-bit V as it is loaded.
   static constexpr int kTransposeWarps = 0;
+  /// Whether work that is rarely necessary is kept out of the compute warps' loop: the V warp clears rows, and the sums
+  /// of large logits are corrected after the last block. At D 64 with three warpgroups ptxas lays out the loop worse
+  /// then, and hopper_split_kv and logits transforms spill at D 256.
+  static constexpr bool kHasLeanLoop =
+      !Config::kSplitsKeys && !kTransformsLogits<Config> && (kHeadDim != 64 || Config::kWarpgroups != 3);
   static constexpr bool kOutputTypeAtRunTime = false;
 
   static constexpr int kKeysOffset = kQueryBytes;
