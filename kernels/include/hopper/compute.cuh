@@ -182,10 +182,21 @@ __device__ __forceinline__ void compute_tiles(const HopperPrefillParams& prefill
     const KvState now(block_count);
     pipeline.keys_full(now).wait();
     issue_qk(now);
+    // While the products run, and held there: this softmax has nothing to overlap with. With a transform it would
+    // spill.
+    [[maybe_unused]] VisibleColumns columns = {};
+    if constexpr (kScaleInExponent) {
+      columns = visible_columns<kKeys / 8>(prefill, tile, warp_row, block * kKeys);
+      for (uint32_t& bits : columns.bits) bits = xa::ptx::opaque(bits);
+    }
     ptx::wgmma_wait_group<0>();
     release(pipeline.keys_empty(now));
     if (block == first) release(pipeline.query_empty(tile_count));
-    if (block < common_begin || block >= common_end) {
+    const bool masked = block < common_begin || block >= common_end;
+    if constexpr (kScaleInExponent) {
+      if (masked) mask_scores(scores, columns);
+      state.update(scores, unit);
+    } else if (masked) {
       softmax_block(true);
     } else {
       softmax_block(false);

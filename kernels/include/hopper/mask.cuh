@@ -19,24 +19,46 @@ __device__ __forceinline__ uint32_t columns_before(int32_t end) {
   return count == 32 ? ~0u : (1u << count) - 1;
 }
 
-/// Sets the scores of masked keys to -inf, in a block whose first key is `first_key`. The bits of a mask become
-/// predicates, seven by one instruction, where a comparison per score takes as long as its selection.
+/// Which columns of a lane's two rows are visible, as `columns_before`.
+struct VisibleColumns {
+  uint32_t bits[2];
+};
+
+/// Those of a block whose first key is `first_key`.
 template <int kKeyTiles>
-__device__ __forceinline__ void mask_scores(float (&scores)[kKeyTiles][4], const HopperPrefillParams& prefill,
-                                            const PrefillTile& tile, int32_t first_row, int32_t first_key) {
+__device__ __forceinline__ VisibleColumns visible_columns(const HopperPrefillParams& prefill, const PrefillTile& tile,
+                                                          int32_t first_row, int32_t first_key) {
   const Visibility visibility(prefill.attention, tile.work.tile, tile.shift);
   const int32_t first_column = first_key + 2 * (threadIdx.x % 4);
+  VisibleColumns columns;
 #pragma unroll
   for (int half = 0; half < 2; ++half) {
     const int32_t row = tile.work.tile.first_row + first_row + 8 * half + static_cast<int32_t>(threadIdx.x % 32 / 4);
     const int32_t query = row >> prefill.group_log2;
-    const uint32_t visible = columns_before<kKeyTiles>(visibility.end(query) - first_column) &
-                             ~columns_before<kKeyTiles>(visibility.begin(query) - first_column);
+    columns.bits[half] = columns_before<kKeyTiles>(visibility.end(query) - first_column) &
+                         ~columns_before<kKeyTiles>(visibility.begin(query) - first_column);
+  }
+  return columns;
+}
+
+/// Sets the scores of the other columns to -inf. The bits of a mask become predicates, seven by one instruction, where
+/// a comparison per score takes as long as its selection.
+template <int kKeyTiles>
+__device__ __forceinline__ void mask_scores(float (&scores)[kKeyTiles][4], const VisibleColumns& columns) {
+#pragma unroll
+  for (int half = 0; half < 2; ++half) {
 #pragma unroll
     for (int i = 0; i < 2 * kKeyTiles; ++i) {
-      if ((visible & 1u << i) == 0) scores[i / 2][2 * half + i % 2] = -INFINITY;
+      if ((columns.bits[half] & 1u << i) == 0) scores[i / 2][2 * half + i % 2] = -INFINITY;
     }
   }
+}
+
+/// Sets the scores of masked keys to -inf, in a block whose first key is `first_key`.
+template <int kKeyTiles>
+__device__ __forceinline__ void mask_scores(float (&scores)[kKeyTiles][4], const HopperPrefillParams& prefill,
+                                            const PrefillTile& tile, int32_t first_row, int32_t first_key) {
+  mask_scores(scores, visible_columns<kKeyTiles>(prefill, tile, first_row, first_key));
 }
 
 }  // namespace xa::hopper
