@@ -217,7 +217,7 @@ __device__ __forceinline__ void compute_tiles(const HopperPrefillParams& prefill
     pipeline.values_full(last).wait();
     issue_pv(last);
     // Overlaps with the last P V.
-    if constexpr (kScaleInExponent && !kRoundsPerBlock) state.template round_max_weight<T>(unit);
+    if constexpr (kScaleInExponent && !kRoundsPerBlock) state.round_max_weight(unit, round_to<T>);
     finalize_rows();
     ptx::wgmma_wait_group<0>();
     release(pipeline.values_empty(last));

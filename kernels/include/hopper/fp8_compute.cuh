@@ -25,6 +25,7 @@ template <int kColumnTiles, int kWeightLog2>
 struct Fp8OnlineSoftmax : OnlineSoftmax<kColumnTiles> {
   using State = OnlineSoftmax<kColumnTiles>;
   using State::max;
+  using State::max_score;
   using State::rescale;
   using State::sum;
 
@@ -58,6 +59,7 @@ struct Fp8OnlineSoftmax : OnlineSoftmax<kColumnTiles> {
     float next[2], base[2], block_sum[2] = {0.0f, 0.0f};
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
+      max_score[half] = fmaxf(max_score[half], __int_as_float(largest[half]));
       next[half] = fmaxf(max[half], __fmaf_rn(__int_as_float(largest[half]), log2_unit, -kWeightLog2));
       // A row without a visible key so far has weights of 0 and a rescale factor of 0.
       base[half] = next[half] == -INFINITY ? 0.0f : next[half];
@@ -83,6 +85,13 @@ struct Fp8OnlineSoftmax : OnlineSoftmax<kColumnTiles> {
       max[half] = next[half];
       sum[half] = __fmaf_rn(sum[half], rescale[half], block_sum[half]);
     }
+  }
+  __device__ __forceinline__ void round_max_weight(float log2_unit) {
+    State::round_max_weight(log2_unit, [](float weight) {
+      // The weight is near 2^kWeightLog2, so it is a normal number of e4m3fn. Exponents are biased by 7 there.
+      const uint32_t code = xa::ptx::f32_to_e4m3(weight, 0.0f, 0.0f, 0.0f);
+      return __uint_as_float((code << 20) + ((127 - 7) << 23));
+    });
   }
 };
 
@@ -178,7 +187,6 @@ __device__ __forceinline__ void compute_fp8_tiles(const HopperPrefillParams& pre
       // P V was reading `weights` until here.
 #pragma unroll
       for (int i = 0; i < kKeys / 8; ++i) weights[i / 4][i % 4] = ptx::mov_volatile(next_weights[i / 4][i % 4]);
-      // No round_max_weights: rounding weights to e4m3fn outweighs what it would correct.
       if (state.max_changed()) state.rescale_output();
       ++block_count;
     };
@@ -201,6 +209,7 @@ __device__ __forceinline__ void compute_fp8_tiles(const HopperPrefillParams& pre
     pipeline.values_full(last).wait();
     issue_pv(last);
     // Overlaps with the last P V.
+    state.round_max_weight(unit);
     finalize_rows();
     ptx::wgmma_wait_group<0>();
     release(pipeline.values_empty(last));

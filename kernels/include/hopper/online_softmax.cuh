@@ -103,12 +103,12 @@ struct OnlineSoftmax {
   }
   /// The same for the maximum over all blocks, once after the last block. The weights of earlier maxima stay as they
   /// are.
-  template <typename T>
-  __device__ __forceinline__ void round_max_weight(float log2_unit) {
+  template <typename Round>
+  __device__ __forceinline__ void round_max_weight(float log2_unit, const Round& round) {
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
       const float weight = xa::ptx::exp2_approx(__fmaf_rn(max_score[half], log2_unit, -max[half]));
-      if (is_large(max[half]) && threadIdx.x % 4 == 0) sum[half] += round_to<T>(weight) - weight;
+      if (is_large(max[half]) && threadIdx.x % 4 == 0) sum[half] += round(weight) - weight;
     }
   }
   /// Reduces the lanes' sums; called once, after the last block.
