@@ -166,9 +166,9 @@ def train(name: str, text: np.ndarray, options: argparse.Namespace) -> dict[str,
     optimizer = optax.adamw(optax.cosine_decay_schedule(options.rate, options.steps), weight_decay=0.01)
     weights = initial_weights(jax.random.key(options.seed))
     parallel = ContextParallel(options.mesh, options.strategy) if options.mesh and name == "flash" else None
-    if parallel:
-        weights = jax.device_put(weights, parallel.whole)
     state = optimizer.init(weights)
+    if parallel:  # placed like a step's results, or the second step would be compiled again
+        weights, state = jax.device_put((weights, state), parallel.whole)
     attention = parallel.attention if parallel else ATTENTIONS[name]
     loss = functools.partial(loss_of, attention=attention, dtype=DTYPES[options.dtype])
 
