@@ -3,9 +3,10 @@
 // the K warp has loaded most of the tile before.
 //
 // Tile indices ascend over groups of 32 sequences (one per lane), in a group over head groups, and in a head group over
-// tiles in LPT order: those with the last query rows first, which are the longest under a causal mask; heads vary
-// fastest. Head groups are FlashAttention's L2 head swizzle. A CTA's first tile has the CTA's index, each further one
-// the next value of the counter `next_tile`, so that all CTAs finish at about the same time.
+// tiles in LPT order: under a causal mask, those that end at the largest number of keys first, otherwise those with the
+// last query rows; heads vary fastest. Head groups are FlashAttention's L2 head swizzle. A CTA's first tile has the
+// CTA's index, each further one the next value of the counter `next_tile`, so that all CTAs finish at about the same
+// time.
 #pragma once
 
 #include <cstdint>
@@ -80,13 +81,18 @@ class TileScheduler {
     const bool is_selected =
         b < num_seqs_ && sequence_.len_q >= params_.min_queries && sequence_.len_q <= params_.max_queries;
     num_tiles_ = is_selected ? (sequence_.len_q * params_.group + Shape::kRows - 1) / Shape::kRows : 0;
+    first_level_ = 0;
+    if (is_causal_ && is_selected) {
+      const int32_t shift = Visibility::shift_of(params_, sequence_);
+      first_level_ = clamp(shift, 0, sequence_.len_k) / (Shape::kRows / params_.group);
+    }
     tiles_per_head_ = __reduce_add_sync(~0u, num_tiles_);
     choose_head_groups(is_selected);
   }
   /// Chooses the head groups of these sequences. A group is large enough that its longest tiles fill kWaves waves of
   /// CTAs, which keeps the tail short, but no larger than leaves kSharing CTAs at work on the same keys at the same
-  /// time, which keeps those in L2: tiles of the same rows, one per sequence and head, run together. Both constants are
-  /// measured (docs/dev/lab_notebook.md).
+  /// time, which keeps those in L2: tiles of the same level, one per sequence and head, run together. Both constants
+  /// are measured (docs/dev/lab_notebook.md).
   __device__ __forceinline__ void choose_head_groups(bool is_selected) {
     heads_per_group_ = first_group_heads_ = 1;
     if (!is_causal_) return;
@@ -96,7 +102,8 @@ class TileScheduler {
                 work = sum_of_lanes(is_selected ? num_tiles_ * keys : 0);
     const float longest = __reduce_max_sync(~0u, is_selected ? sequence_.len_q : 0), ctas = gridDim.x;
     const float min_heads = ceilf(__fdividef(2 * kWaves * ctas * longest, fmaxf(work, 1.0f)));
-    const float levels = __reduce_max_sync(~0u, num_tiles_);
+    const float levels =
+        min(static_cast<int32_t>(tiles_per_head_), __reduce_max_sync(~0u, end_level()) - lowest_level());
     const float max_heads = floorf(__fdividef(ctas * levels, kSharing * fmaxf(tiles_per_head_, 1.0f)));
     const float heads = fmaxf(fminf(min_heads, max_heads), 1.0f);
     const uint32_t all = params_.num_kv_heads;
@@ -105,30 +112,37 @@ class TileScheduler {
     first_group_heads_ = all - (all - 1) / heads_per_group_ * heads_per_group_;
   }
 
-  /// Locates tile `index` of a head. Level l holds the l-th tile of every sequence that has at least l tiles, counted
-  /// from the sequence's first row. Levels descend, and sequences ascend within a level.
+  /// The tiles of this lane's sequence have the levels first_level_ + 1 to end_level(), in the order of their rows.
+  __device__ __forceinline__ int32_t end_level() const { return first_level_ + num_tiles_; }
+  /// The smallest `first_level_` of the sequences that have tiles.
+  __device__ __forceinline__ int32_t lowest_level() const {
+    return INT32_MAX - __reduce_max_sync(~0u, num_tiles_ > 0 ? INT32_MAX - first_level_ : 0);
+  }
+
+  /// Locates tile `index` of a head. A level holds at most one tile of each sequence; under a causal mask those end at
+  /// about the same number of keys. Levels descend, and sequences ascend within a level.
   __device__ __forceinline__ void locate_in_head(uint32_t index, int32_t head, int32_t packs_per_kv_head,
                                                  PrefillTile& to) const {
-    int32_t level = __reduce_max_sync(~0u, num_tiles_);
+    int32_t level = __reduce_max_sync(~0u, end_level());
     uint32_t has_level = 0;
-    int32_t lower = 0;
 #pragma unroll 1
     for (;;) {
       // The same sequences have a tile at every level in (lower, level].
-      has_level = __ballot_sync(~0u, num_tiles_ >= level);
-      lower = __reduce_max_sync(~0u, num_tiles_ < level ? num_tiles_ : 0);
+      has_level = __ballot_sync(~0u, first_level_ < level && level <= end_level());
+      const int32_t below = end_level() < level ? end_level() : first_level_ < level ? first_level_ : 0;
+      const int32_t lower = __reduce_max_sync(~0u, below);
       const uint32_t tiles = (level - lower) * __popc(has_level);
       if (index < tiles || lower == 0) break;
       index -= tiles;
       level = lower;
     }
     const uint32_t count = __popc(has_level), steps = index / count;
-    const int32_t tile_index = level - 1 - steps;
+    level -= steps;
     // The lane whose sequence has this rank among those with the level writes the tile.
     const uint32_t lane = threadIdx.x % 32;
     const int32_t rank = __popc(has_level & ((1u << lane) - 1));
     if ((has_level >> lane & 1) != 0 && rank == static_cast<int32_t>(index - steps * count)) {
-      write(tile_index, head, packs_per_kv_head, to);
+      write(level - 1 - first_level_, head, packs_per_kv_head, to);
     }
   }
 
@@ -161,6 +175,7 @@ class TileScheduler {
   uint32_t first_group_heads_;
   QoTile sequence_;  // this lane's sequence; the fields of rows are unused
   int32_t num_tiles_;
+  int32_t first_level_;  // the sequence's levels start past this one
 };
 
 /// How CTAs begin: with a static tile each, or with the next tile of the counter.
