@@ -21,9 +21,8 @@ def backward(config: Config, operands: Operands, cotangents: Cotangents) -> Grad
     """The gradients in f32."""
     grads = step_gradients(_step(config, operands), cotangents)
     n, sizes = config.num_devices, _halo_sizes(config, operands)
-    halo = sum(sizes)
+    halo = end = sum(sizes)
     total = [x[halo:] for x in (grads.dk, grads.dv)]
-    end = halo
     for distance, size in enumerate(sizes, 1):
         begin = end - size
         pairs = [(i + distance, i) for i in range(n - distance)]
@@ -42,17 +41,20 @@ def _halo_sizes(config: Config, operands: Operands) -> list[int]:
 
 def _step(config: Config, operands: Operands) -> Step:
     n, rows = config.num_devices, operands.q.shape[0]
-    keys, sizes = (operands.k, operands.v), _halo_sizes(config, operands)
-    parts = [keys]
+    own_keys, sizes = (operands.k, operands.v), _halo_sizes(config, operands)
+    # Own rows are put in place while the halo travels. Then only the halo is copied; a concatenation would copy all.
+    halo = end = sum(sizes)
+    keys = [jnp.pad(x, ((halo, 0), (0, 0), (0, 0))) for x in own_keys]
     for distance, size in enumerate(sizes, 1):
         pairs = [(i, i + distance) for i in range(n - distance)]
-        parts.insert(0, send(config.axis_name, [x[-size:] for x in keys], pairs))
-    keys = [jnp.concatenate(x) for x in zip(*parts, strict=True)]
+        received = send(config.axis_name, [x[-size:] for x in own_keys], pairs)
+        end -= size
+        keys = [x.at[end : end + size].set(y) for x, y in zip(keys, received, strict=True)]
     layout = device_layout(config, operands)
     (own,) = layout.own()
     stream = layout.stream
     # The rows of the stream that the keys are; those before the stream's first row came from no device.
-    first = stream.rank * rows - sum(sizes)
+    first = stream.rank * rows - halo
 
     def key_rows(stream_rows: Array) -> Array:
         return jnp.clip(stream_rows - first, jnp.maximum(-first, 0), keys[0].shape[0])
