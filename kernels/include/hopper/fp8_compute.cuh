@@ -209,7 +209,8 @@ __device__ __forceinline__ void compute_fp8_tiles(const HopperPrefillParams& pre
     pipeline.values_full(last).wait();
     issue_pv(last);
     // Overlaps with the last P V.
-    state.round_max_weight(unit);
+    // With a unit of 1 the largest weight needs no rounding.
+    if constexpr (LogitsTransform::kUsuallyIdentity) state.round_max_weight(unit);
     finalize_rows();
     ptx::wgmma_wait_group<0>();
     release(pipeline.values_empty(last));

@@ -80,13 +80,13 @@ class TileScheduler {
     sequence_ = metadata.sequence(params_, 0, b);
     const bool is_selected =
         b < num_seqs_ && sequence_.len_q >= params_.min_queries && sequence_.len_q <= params_.max_queries;
-    num_tiles_ = is_selected ? (sequence_.len_q * params_.group + Shape::kRows - 1) / Shape::kRows : 0;
+    if (!is_selected) sequence_.len_q = 0;
     first_level_ = 0;
     if (is_causal_ && is_selected) {
       const int32_t shift = Visibility::shift_of(params_, sequence_);
       first_level_ = clamp(shift, 0, sequence_.len_k) / (Shape::kRows / params_.group);
     }
-    tiles_per_head_ = __reduce_add_sync(~0u, num_tiles_);
+    tiles_per_head_ = __reduce_add_sync(~0u, tiles_of_sequence());
     choose_head_groups(is_selected);
   }
   /// Chooses the head groups of these sequences. A group is large enough that its longest tiles fill kWaves waves of
@@ -99,7 +99,7 @@ class TileScheduler {
     constexpr float kWaves = 1.9f, kSharing = Shape::kHeadDim > 128 ? 4.0f : 8.0f;
     // Twice the keys of a head's tiles; those of a sequence have len_k - len_q to len_k keys.
     const float keys = 2.0f * sequence_.len_k - sequence_.len_q,
-                work = sum_of_lanes(is_selected ? num_tiles_ * keys : 0);
+                work = sum_of_lanes(is_selected ? tiles_of_sequence() * keys : 0);
     const float longest = __reduce_max_sync(~0u, is_selected ? sequence_.len_q : 0), ctas = gridDim.x;
     const float min_heads = ceilf(__fdividef(2 * kWaves * ctas * longest, fmaxf(work, 1.0f)));
     const float levels =
@@ -112,11 +112,15 @@ class TileScheduler {
     first_group_heads_ = all - (all - 1) / heads_per_group_ * heads_per_group_;
   }
 
-  /// The tiles of this lane's sequence have the levels first_level_ + 1 to end_level(), in the order of their rows.
-  __device__ __forceinline__ int32_t end_level() const { return first_level_ + num_tiles_; }
+  /// Tiles of this lane's sequence in each head. Not held in a register: the warp has few.
+  __device__ __forceinline__ int32_t tiles_of_sequence() const {
+    return (sequence_.len_q * params_.group + Shape::kRows - 1) / Shape::kRows;
+  }
+  /// They have the levels first_level_ + 1 to end_level(), in the order of their rows.
+  __device__ __forceinline__ int32_t end_level() const { return first_level_ + tiles_of_sequence(); }
   /// The smallest `first_level_` of the sequences that have tiles.
   __device__ __forceinline__ int32_t lowest_level() const {
-    return INT32_MAX - __reduce_max_sync(~0u, num_tiles_ > 0 ? INT32_MAX - first_level_ : 0);
+    return INT32_MAX - __reduce_max_sync(~0u, sequence_.len_q > 0 ? INT32_MAX - first_level_ : 0);
   }
 
   /// Locates tile `index` of a head. A level holds at most one tile of each sequence; under a causal mask those end at
@@ -173,8 +177,7 @@ class TileScheduler {
   // Head groups have heads_per_group_ heads; only the first may have fewer, for the last one is to be long.
   uint32_t heads_per_group_;
   uint32_t first_group_heads_;
-  QoTile sequence_;  // this lane's sequence; the fields of rows are unused
-  int32_t num_tiles_;
+  QoTile sequence_;      // this lane's sequence, without queries if it is not selected; the fields of rows are unused
   int32_t first_level_;  // the sequence's levels start past this one
 };
 
