@@ -6,8 +6,9 @@
 //   XA_HEAD_DIM  the bucket: serves head dimensions up to it, which are padded with zeros in shared memory
 //   XA_LOGITS    none, softcap_alibi (include/logits_transform.cuh)
 //   XA_CALL      any, plain (include/cluster_call.cuh)
-// Launch: a grid of Hkv by n CTAs in clusters of 1 by n, Shape::kThreads threads, Shape::kSharedBytes of dynamic shared
-// memory. At most kClusterDecodeSlots sequence slots, and fewer than 2^20 KV chunks.
+// Launch: a grid of Hkv by n by m CTAs in clusters of 1 by n by 1, Shape::kThreads threads, Shape::kSharedBytes of
+// dynamic shared memory. m is 1, or in plain calls the number of sequence slots, for a cluster per sequence. At most
+// kClusterDecodeSlots sequence slots, and fewer than 2^20 KV chunks.
 
 #include "cluster_call.cuh"
 #include "cluster_decode.cuh"

@@ -28,7 +28,7 @@ class ClusterDecode {
 
  public:
   /// `params` has constants for what is known of the call; `all` is the kernel's parameter. `shared` holds
-  /// Shape::kSharedBytes bytes. CTA blockIdx.y of the cluster of KV head blockIdx.x.
+  /// Shape::kSharedBytes bytes. CTA blockIdx.y of cluster blockIdx.z of KV head blockIdx.x.
   __device__ __forceinline__ ClusterDecode(const AttentionParams& params, const AttentionParams& all, uint8_t* shared)
       : params_(params),
         all_(all),
@@ -67,7 +67,7 @@ class ClusterDecode {
         }
         // No CTA waits for these stores, so they follow the first loads.
         if (__builtin_expect(is_first && has_new_tokens(all_), false))
-          store_new_tokens<Shape, T>(all_, blockIdx.x, WorkRangeIndex{rank, size});
+          store_new_tokens<Shape, T>(all_, blockIdx.x, cta_of_head(rank, size));
         is_first = false;
       });
       __syncthreads();
@@ -87,14 +87,20 @@ class ClusterDecode {
 #pragma unroll 1
       for (int index = 0; index < 2; ++index) merge_slice(index);
     }
-    if (is_first && has_new_tokens(all_)) store_new_tokens<Shape, T>(all_, blockIdx.x, WorkRangeIndex{rank, size});
+    const WorkRangeIndex cta = cta_of_head(rank, size);
+    if (is_first && has_new_tokens(all_)) store_new_tokens<Shape, T>(all_, blockIdx.x, cta);
     const bool has_padding = params_.seqused_q != nullptr || range.live.end - range.live.begin < params_.num_tokens;
     if (params_.clears_padding_rows == 0 || !has_padding) return;
-    clear_padding_rows<T, Shape::kThreads>(params_, range.starts_ascend, range.live, rank * gridDim.x + blockIdx.x,
-                                           gridDim.x * size);
+    clear_padding_rows<T, Shape::kThreads>(params_, range.starts_ascend, range.live, cta.index * gridDim.x + blockIdx.x,
+                                           gridDim.x * cta.count);
   }
 
  private:
+  /// The number of CTA `rank` of the cluster among all that have the KV head.
+  static __device__ __forceinline__ WorkRangeIndex cta_of_head(int32_t rank, int32_t size) {
+    return WorkRangeIndex{first_sequence<Shape>() * size + rank, static_cast<int32_t>(gridDim.z) * size};
+  }
+
   /// Computes the warp's keys of a part. `first_copies_issued` is called when their first copies are under way.
   template <typename Part, typename FirstCopiesIssued>
   __device__ __forceinline__ void attend(typename Loop::State& state, const Part& part, const WarpBlocks& blocks,
@@ -119,7 +125,7 @@ class ClusterDecode {
   /// Enters the part of a tile that begins at chunk `chunk`. `mine` is the lane's sequence.
   __device__ __forceinline__ auto enter(const ClusterRange& range, const Sequence& mine, int32_t chunk) const {
     if constexpr (Shape::kIsPlain) {
-      return enter_plain_part(mine, range.is_dealt, chunk, range.end);
+      return enter_plain_part(mine, range.is_dealt, first_sequence<Shape>(), chunk, range.end);
     } else {
       const EnteredPart part = enter_part(params_, mine, chunk, range.end);
       part.store(work_);

@@ -7,8 +7,11 @@
 //     chunks              |. . . . . . . . . . . |. . . . . . . |. . . . |. . . . . . . . . . . . . . . . |
 //     CTAs                |--- 0 -----|---- 1 ----|----- 2 ----|---- 3 ----|---- 4 ----|---- 5 ----|- 6 --|
 //
-// A single tile of sequence 0 is dealt out instead: CTA r of n has the chunks r, r + n, ..., whose pages can be loaded
-// together with the metadata.
+// A single tile of the first sequence is dealt out instead: CTA r of n has the chunks r, r + n, ..., whose pages can be
+// loaded together with the metadata.
+//
+// In a plain call (cluster_call.cuh) a KV head may have a cluster per sequence slot: cluster z then has the tiles of
+// sequence z alone.
 //
 // There are no more sequence slots than lanes, so each warp plans by itself: it loads all metadata at once, and a
 // prefix sum tells where sequences begin. No warp waits for another one before it loads keys.
@@ -77,21 +80,29 @@ struct ClusterRange {
   float reciprocal;      // of range_chunks
   LiveRows live;
   bool starts_ascend;
-  /// Whether the cluster has a single tile, of sequence 0 and from its key 0 on. CTA r then has the chunks r, r + n,
+  /// Whether the cluster has a single tile, of its first sequence and from key 0 on. CTA r then has the chunks r, r +
+  /// n,
   /// ... instead of adjacent ones, and lane i has the page of the i-th of its warp's blocks in `page`: these are loaded
   /// together with the metadata, as if this were so.
   bool is_dealt;
   int32_t page;
 };
 
-/// The page of the lane's block, should the chunks be dealt out. Loads no entry outside of sequence 0's row of the
-/// table.
+/// The first sequence of the cluster: its only one if a KV head has a cluster per sequence.
+template <typename Shape>
+__device__ __forceinline__ int32_t first_sequence() {
+  return Shape::kIsPlain ? blockIdx.z : 0;
+}
+
+/// The page of the lane's block, should the chunks be dealt out. Loads no entry outside of the first sequence's row of
+/// the table.
 template <typename Shape>
 __device__ __forceinline__ int32_t guess_page(const AttentionParams& params, int32_t rank, int32_t size) {
   const int32_t warp = threadIdx.x / 32, lane = threadIdx.x % 32;
   const int32_t token = (rank + lane * size) * Shape::kKvChunkKeys + warp * Shape::kKeys;
   const bool is_in_table = !has_contiguous_keys(params) && token < params.capacity;
-  return is_in_table ? __ldg(params.block_table + PageDivider<Shape::kIsPlain>(params.page_size).page(token)) : 0;
+  const int32_t* const table = params.block_table + first_sequence<Shape>() * params.block_table_stride;
+  return is_in_table ? __ldg(table + PageDivider<Shape::kIsPlain>(params.page_size).page(token)) : 0;
 }
 
 /// Plans the work of CTA `rank` of a cluster of `size`. Every warp calls this. The cluster has fewer than 2^20 chunks.
@@ -112,27 +123,41 @@ __device__ __forceinline__ ClusterRange partition_cluster(const AttentionParams&
   const int32_t zero = ptx::opaque(metadata.starts[1]) >> 31;
   const int32_t num_seqs = clamp(given + zero, 0, params.max_seqs);
   if constexpr (Shape::kIsPlain) {
-    // A single tile, of sequence 0, needs no sums. If no other sequence has rows, all starts after its end are that end
-    // or lower, and their running maximum changes nothing.
-    mine.measure(params, metadata.sequence(params, 0, lane), lane < num_seqs);
-    const bool is_another = lane > 0 ? mine.num_tiles > 0 : mine.num_tiles != 1;
+    // A single tile, of the first sequence, needs no sums. If no other sequence has rows, all starts after its end are
+    // that end or lower, and their running maximum changes nothing. If others have clusters of their own, starts must
+    // ascend.
+    const int32_t first = first_sequence<Shape>();
+    const bool has_one = gridDim.z > 1;
+    const auto measure = [&] {
+      mine.measure(params, metadata.sequence(params, 0, lane), lane < num_seqs && (!has_one || lane == first));
+    };
+    measure();
+    const bool descends = has_one && lane < num_seqs && !metadata.ascends(params, 0);
+    const bool is_another = (lane != first ? mine.num_tiles > 0 : mine.num_tiles != 1) || descends;
     if (__builtin_expect(!__any_sync(~0u, is_another), true)) {
-      const int32_t chunks = __shfl_sync(~0u, mine.chunks, 0);
+      const int32_t chunks = __shfl_sync(~0u, mine.chunks, first);
       range.is_dealt = range.starts_ascend = true;
       range.begin = 0;
       range.end = rank < chunks ? chunks : 0;
       range.live.begin = __shfl_sync(~0u, mine.tile.first_token, 0);
-      range.live.end = range.live.begin + __shfl_sync(~0u, mine.tile.len_q, 0);
+      range.live.end = __shfl_sync(~0u, mine.tile.first_token + mine.tile.len_q, has_one ? num_seqs - 1 : 0);
       return range;
     }
+    range.starts_ascend = __all_sync(~0u, lane >= num_seqs || metadata.ascends(params, 0));
+    if (__builtin_expect(!range.starts_ascend, false)) {
+      StartMaxima maxima = {0, 0};
+      metadata.ascend(params, maxima);
+      measure();
+    }
   }
-  range.starts_ascend = __all_sync(~0u, lane >= num_seqs || metadata.ascends(params, 0));
-  if (__builtin_expect(!range.starts_ascend, false)) {
-    StartMaxima maxima = {0, 0};
-    metadata.ascend(params, maxima);
-    if (Shape::kIsPlain) mine.measure(params, metadata.sequence(params, 0, lane), lane < num_seqs);
+  if constexpr (!Shape::kIsPlain) {
+    range.starts_ascend = __all_sync(~0u, lane >= num_seqs || metadata.ascends(params, 0));
+    if (__builtin_expect(!range.starts_ascend, false)) {
+      StartMaxima maxima = {0, 0};
+      metadata.ascend(params, maxima);
+    }
+    mine.measure(params, metadata.sequence(params, 0, lane), lane < num_seqs);
   }
-  if (!Shape::kIsPlain) mine.measure(params, metadata.sequence(params, 0, lane), lane < num_seqs);
   mine.end = sum_up_to_this_lane(mine.work());
   const int32_t total = __shfl_sync(~0u, mine.end, 31);
   range.range_chunks = max(divide_small(total + size - 1, ptx::reciprocal_approx(static_cast<float>(size))), 1);
@@ -248,12 +273,14 @@ __device__ __forceinline__ EnteredPart enter_part(const AttentionParams& params,
   return part;
 }
 
-/// The same in a plain call. Only what the first copies need is computed here. All tiles of a sequence have the keys of
+/// The same in a plain call; chunks that are dealt out are of `first_sequence`. Only what the first copies need is
+/// computed here. All tiles of a sequence have the keys of
 /// its last query; masks take care of the others.
 template <int kRows, int kKvChunkKeys>
 __device__ __forceinline__ PlainPart enter_plain_part(const LaneSequence<kRows, kKvChunkKeys>& mine, bool is_dealt,
-                                                      int32_t begin, int32_t range_end) {
+                                                      int32_t first_sequence, int32_t begin, int32_t range_end) {
   PlainPart part = {};
+  part.sequence = first_sequence;
   int32_t tile_begin = 0;
   if (!is_dealt) {
     part.sequence = __popc(__ballot_sync(~0u, mine.end <= begin));

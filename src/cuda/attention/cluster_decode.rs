@@ -35,6 +35,13 @@ const MOST_CHUNKS: i64 = 1 << 20;
 /// 1 x 16k 21.1 instead of 20.0, 4 x 4k 21.2 instead of 19.7.
 const FEW_KEYS: i64 = 12288;
 
+/// The most keys of a sequence with a cluster of its own. A sequence of 1024 keys beside 7 or 15 short ones takes no longer than
+/// with clusters of all sequences, or with split-KV (H100).
+const MOST_KEYS_OF_A_CLUSTER: i64 = 1024;
+
+/// CTAs of a cluster with a single sequence, at most: over 8 KV heads 2 x 512 takes 5.1 us with 4 and 5.3 with 6 (H100).
+const LARGEST_OF_A_SEQUENCE: i64 = 4;
+
 /// The most packed rows of all sequences: the kernel divides their numbers by the group in f32.
 const MOST_ROWS: i64 = 1 << 20;
 
@@ -43,9 +50,10 @@ const PLAIN_ROWS: i64 = 8;
 
 /// Takes calls of few sequences that are all short, without `batch_invariant`: how a tile is split depends on the batch.
 pub(super) fn launches<'c>(call: &Call<'c>) -> Result<Option<Launches<'c>>> {
-    let Some((tile, size)) = tile_and_size(call) else { return Ok(None) };
+    let Some((tile, clusters)) = tile_and_clusters(call) else { return Ok(None) };
     let problem = call.problem;
-    let warps = size * i64::from(tile.key_warps);
+    let Clusters { size, per_head } = clusters;
+    let warps = per_head * size * i64::from(tile.key_warps);
     let new_tokens = call.new_tokens.filter(|_| call.rows() <= ROWS_PER_WARP * warps);
     let mut params = call.params_for(1, UNLIMITED);
     params.clears_padding_rows = 1;
@@ -54,7 +62,7 @@ pub(super) fn launches<'c>(call: &Call<'c>) -> Result<Option<Launches<'c>>> {
     let kind = if is_plain(call, tile) { "plain" } else { "any" };
     let variant =
         variants::find(KERNEL, &[variants::dtype_value(problem.kv_dtype), tile.head_dim_value, logits, kind])?;
-    let grid = [problem.num_kv_heads as u32, size as u32, 1];
+    let grid = [problem.num_kv_heads as u32, size as u32, per_head as u32];
     let config = LaunchConfig { grid, threads: 32 * tile.key_warps, shared_memory: tile.shared_bytes };
     let attend = Launch::new(KERNEL, variant, config, Parameter::Attention(params));
     let attributes = LaunchAttributes { cluster: size as u32, ..LaunchAttributes::NONE };
@@ -103,8 +111,26 @@ fn chunks_of(call: &Call, tile: &ClusterDecodeTile, tiles: i64) -> i64 {
     tiles * (keys / i64::from(tile.keys * tile.key_warps) + 2)
 }
 
-/// The kernel's tile and the CTAs of a cluster, if the kernel takes the call.
-fn tile_and_size(call: &Call) -> Option<(&'static ClusterDecodeTile, i64)> {
+/// The clusters of a call.
+struct Clusters {
+    /// CTAs of a cluster.
+    size: i64,
+    /// Clusters of a KV head: one for all sequences, or one for each.
+    per_head: i64,
+}
+
+/// A cluster for each sequence, in plain calls that have room for one. None of the sequences can be so long that the others'
+/// clusters wait for its own.
+fn clusters_of_sequences(call: &Call, tile: &ClusterDecodeTile) -> Option<Clusters> {
+    let (clusters, sms) = (call.problem.num_kv_heads as i64 * call.seqs(), i64::from(call.device.sms));
+    let keys = call.problem.keys.storage.capacity().1 as i64;
+    let takes = call.seqs() > 1 && clusters <= sms && keys <= MOST_KEYS_OF_A_CLUSTER && is_plain(call, tile);
+    let size = (sms * 3 / 4 / clusters).clamp(1, LARGEST_OF_A_SEQUENCE);
+    takes.then_some(Clusters { size, per_head: call.seqs() })
+}
+
+/// The kernel's tile and its clusters, if the kernel takes the call.
+fn tile_and_clusters(call: &Call) -> Option<(&'static ClusterDecodeTile, Clusters)> {
     let Call { problem, device, .. } = call;
     let is_short = is_mostly_short(call) || call.long_sequences() == 0;
     let is_built = device.capability == 90 && problem.kv_dtype.size() == 2;
@@ -115,6 +141,9 @@ fn tile_and_size(call: &Call) -> Option<(&'static ClusterDecodeTile, i64)> {
     let dim = problem.head_dim.max(problem.value_dim);
     let serves = |tile: &&ClusterDecodeTile| tile.head_dim as usize >= dim && tile.shared_bytes <= device.shared_memory;
     let tile = CLUSTER_DECODE.iter().filter(serves).min_by_key(|tile| tile.head_dim)?;
+    if let Some(clusters) = clusters_of_sequences(call, tile) {
+        return Some((tile, clusters));
+    }
     let (heads, sms) = (problem.num_kv_heads as i64, i64::from(device.sms));
     // Clusters of up to eight CTAs, one per SM, fit on three quarters of the SMs: a GPC's last SMs are too few for one.
     let largest = (sms * 3 / 4 / heads).min(i64::from(LARGEST_CLUSTER));
@@ -132,7 +161,7 @@ fn tile_and_size(call: &Call) -> Option<(&'static ClusterDecodeTile, i64)> {
         0
     };
     let fits = largest > 1 && chunks + largest <= MOST_CHUNKS && heads.saturating_mul(all_keys) <= most_keys;
-    (fits && (all_keys <= FEW_KEYS || 5 * heads * size >= 2 * sms)).then_some((tile, size))
+    (fits && (all_keys <= FEW_KEYS || 5 * heads * size >= 2 * sms)).then_some((tile, Clusters { size, per_head: 1 }))
 }
 
 #[cfg(test)]
@@ -220,16 +249,37 @@ mod tests {
         }
     }
 
+    /// A plain call of `seqs` sequences of `queries` queries over up to 64 pages of `page_size` tokens.
+    fn paged(page_size: usize, seqs: usize, queries: usize) -> Attention<'static> {
+        let pointer = std::ptr::without_provenance(4);
+        let table = PageTable { entries: pointer, stride: 64, max_pages: 64, num_pages: 512, page_size };
+        let base = over(4096, 8, &problem(seqs * queries, seqs, 32, 128));
+        let keys = Keys { storage: KeyStorage::Paged(table), used: Some(pointer), ..base.keys };
+        Attention { keys, score: Score { window_right: 0, ..base.score }, ..base }
+    }
+
+    #[test]
+    fn sequences_that_all_fit_the_gpu_have_clusters_of_their_own() {
+        let grid = |problem: &Attention| {
+            let plan = LaunchPlan::on(problem, None, device(true)).expect("the sizes are allowed");
+            let launch = &plan.0.list[0];
+            (launch.kernel == super::KERNEL).then_some((launch.config.grid, launch.attributes.cluster))
+        };
+        for (seqs, size) in [(2, 4), (3, 4), (4, 3), (5, 2), (8, 1), (16, 1)] {
+            assert_eq!(grid(&paged(16, seqs, 1)), Some(([8, size, seqs as u32], size)), "{seqs} sequences");
+            assert_eq!(grid(&paged(16, seqs, 2)), Some(([8, size, seqs as u32], size)), "{seqs} sequences");
+        }
+        // A single sequence; more than 1024 keys; more clusters than SMs; another variant.
+        assert_eq!(grid(&paged(16, 1, 1)), Some(([8, 8, 1], 8)));
+        assert_eq!(grid(&paged(32, 8, 1)), Some(([8, 8, 1], 8)));
+        assert_eq!(grid(&paged(16, 17, 1)), None);
+        assert_eq!(grid(&Attention { num_q_heads: 128, ..paged(16, 8, 1) }), Some(([8, 8, 1], 8)));
+    }
+
     #[test]
     fn plain_calls_have_a_variant() {
         let used = std::ptr::without_provenance(4);
-        let paged = |page_size| {
-            let entries = std::ptr::without_provenance(4);
-            let table = PageTable { entries, stride: 64, max_pages: 64, num_pages: 512, page_size };
-            let base = over(4096, 8, &problem(8, 8, 32, 128));
-            let keys = Keys { storage: KeyStorage::Paged(table), used: Some(used), ..base.keys };
-            Attention { keys, score: Score { window_right: 0, ..base.score }, ..base }
-        };
+        let paged = |page_size| paged(page_size, 8, 1);
         let kind = |problem: &Attention| named_on(problem, &device(true))[0].0.rsplit('_').next().map(str::to_owned);
         let plain = paged(16);
         for call in [plain, paged(64), Attention { num_q_heads: 64, ..plain }] {
