@@ -10,7 +10,7 @@ namespace xa {
 
 // Values of the axis `call` of variants.toml.
 struct call_any {
-  static constexpr bool kIsPlain = false;
+  static constexpr bool kIsPlain = false, kHasClusterPerSequence = false;
 
   template <int kHeadDim>
   static __device__ __forceinline__ const AttentionParams& known(const AttentionParams& params) {
@@ -21,7 +21,7 @@ struct call_any {
 /// for K and V and have 31 bits; lengths are in `seqused_k`; out has the type of q; there is no window, `leftpad_k`,
 /// `q_offset`, `seqused_q`, sink or scale of V.
 struct call_plain {
-  static constexpr bool kIsPlain = true;
+  static constexpr bool kIsPlain = true, kHasClusterPerSequence = false;
 
   /// The parameters, with constants for what is known of them.
   template <int kHeadDim>
@@ -50,6 +50,10 @@ struct call_plain {
     if (pointer == nullptr) __builtin_unreachable();
     return pointer;
   }
+};
+/// A plain call with a cluster per sequence slot and KV head.
+struct call_each : call_plain {
+  static constexpr bool kHasClusterPerSequence = true;
 };
 
 }  // namespace xa

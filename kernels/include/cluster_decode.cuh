@@ -98,7 +98,8 @@ class ClusterDecode {
  private:
   /// The number of CTA `rank` of the cluster among all that have the KV head.
   static __device__ __forceinline__ WorkRangeIndex cta_of_head(int32_t rank, int32_t size) {
-    return WorkRangeIndex{first_sequence<Shape>() * size + rank, static_cast<int32_t>(gridDim.z) * size};
+    return WorkRangeIndex{first_sequence<Shape>() * size + rank,
+                          (Shape::kHasClusterPerSequence ? static_cast<int32_t>(gridDim.z) : 1) * size};
   }
 
   /// Computes the warp's keys of a part. `first_copies_issued` is called when their first copies are under way.

@@ -91,7 +91,7 @@ struct ClusterRange {
 /// The first sequence of the cluster: its only one if a KV head has a cluster per sequence.
 template <typename Shape>
 __device__ __forceinline__ int32_t first_sequence() {
-  return Shape::kIsPlain ? blockIdx.z : 0;
+  return Shape::kHasClusterPerSequence ? blockIdx.z : 0;
 }
 
 /// The page of the lane's block, should the chunks be dealt out. Loads no entry outside of the first sequence's row of
@@ -127,7 +127,7 @@ __device__ __forceinline__ ClusterRange partition_cluster(const AttentionParams&
     // that end or lower, and their running maximum changes nothing. If others have clusters of their own, starts must
     // ascend.
     const int32_t first = first_sequence<Shape>();
-    const bool has_one = gridDim.z > 1;
+    constexpr bool has_one = Shape::kHasClusterPerSequence;
     const auto measure = [&] {
       mine.measure(params, metadata.sequence(params, 0, lane), lane < num_seqs && (!has_one || lane == first));
     };

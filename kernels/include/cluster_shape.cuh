@@ -26,7 +26,7 @@ struct ClusterWork {
 template <typename T, int kHeadDim_, typename Call>
 struct ClusterShape : tiles::ClusterDecode<kHeadDim_> {
   using Config = tiles::ClusterDecode<kHeadDim_>;
-  static constexpr bool kIsPlain = Call::kIsPlain;
+  static constexpr bool kIsPlain = Call::kIsPlain, kHasClusterPerSequence = Call::kHasClusterPerSequence;
   static constexpr int kHeadDim = kHeadDim_, kRowTiles = 1, kRows = kIsPlain ? 8 : 16;
   static constexpr int kWarps = Config::kKeyWarps, kThreads = 32 * kWarps;
   static constexpr int kKvChunkKeys = kWarps * Config::kKeys;
