@@ -52,7 +52,7 @@ struct call_plain {
   }
 };
 /// A plain call with a cluster per sequence slot and KV head.
-struct call_each : call_plain {
+struct call_per_sequence : call_plain {
   static constexpr bool kHasClusterPerSequence = true;
 };
 

@@ -80,10 +80,9 @@ struct ClusterRange {
   float reciprocal;      // of range_chunks
   LiveRows live;
   bool starts_ascend;
-  /// Whether the cluster has a single tile, of its first sequence and from key 0 on. CTA r then has the chunks r, r +
-  /// n,
-  /// ... instead of adjacent ones, and lane i has the page of the i-th of its warp's blocks in `page`: these are loaded
-  /// together with the metadata, as if this were so.
+  /// Whether the cluster has a single tile, of its first sequence and from key 0 on. CTA r then has the chunks
+  /// r, r + n, ... instead of adjacent ones, and lane i has the page of the i-th of its warp's blocks in `page`: these
+  /// are loaded together with the metadata, as if this were so.
   bool is_dealt;
   int32_t page;
 };
@@ -274,8 +273,7 @@ __device__ __forceinline__ EnteredPart enter_part(const AttentionParams& params,
 }
 
 /// The same in a plain call; chunks that are dealt out are of `first_sequence`. Only what the first copies need is
-/// computed here. All tiles of a sequence have the keys of
-/// its last query; masks take care of the others.
+/// computed here. All tiles of a sequence have the keys of its last query; masks take care of the others.
 template <int kRows, int kKvChunkKeys>
 __device__ __forceinline__ PlainPart enter_plain_part(const LaneSequence<kRows, kKvChunkKeys>& mine, bool is_dealt,
                                                       int32_t first_sequence, int32_t begin, int32_t range_end) {

@@ -393,16 +393,19 @@ void cp_async_wait(int pending) {
 }  // namespace emulator
 
 /// Runs the kernel of this library in clusters of `cluster_y` blocks along y.
-extern "C" __attribute__((visibility("default"))) void xa_emulate(unsigned grid_x, unsigned grid_y, unsigned cluster_y,
-                                                                  unsigned threads, const void* kernel_parameter) {
+extern "C" __attribute__((visibility("default"))) void xa_emulate(unsigned grid_x, unsigned grid_y, unsigned grid_z,
+                                                                  unsigned cluster_y, unsigned threads,
+                                                                  const void* kernel_parameter) {
   using namespace emulator;
   parameter = kernel_parameter;
   if (const char* seed = std::getenv("XLA_ATTENTION_EMULATOR_SEED")) random_bits.seed(std::atoi(seed));
-  gridDim = {grid_x, grid_y, 1};
+  gridDim = {grid_x, grid_y, grid_z};
   blockDim = {threads, 1, 1};
   cluster.resize(cluster_y);
   shared_memories.resize(cluster_y);
-  for (blockIdx.y = 0; blockIdx.y < grid_y; blockIdx.y += cluster_y) {
-    for (blockIdx.x = 0; blockIdx.x < grid_x; ++blockIdx.x) run_cluster();
+  for (blockIdx.z = 0; blockIdx.z < grid_z; ++blockIdx.z) {
+    for (blockIdx.y = 0; blockIdx.y < grid_y; blockIdx.y += cluster_y) {
+      for (blockIdx.x = 0; blockIdx.x < grid_x; ++blockIdx.x) run_cluster();
+    }
   }
 }

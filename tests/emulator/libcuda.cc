@@ -30,7 +30,7 @@ constexpr size_t kParameterAlignment = 64;
 /// A compiled kernel (compile.py): its entry point, which takes the grid, the blocks of a cluster along y, the threads
 /// and the parameter; and the parameter's size.
 struct Function {
-  void (*emulate)(unsigned, unsigned, unsigned, unsigned, const void*);
+  void (*emulate)(unsigned, unsigned, unsigned, unsigned, unsigned, const void*);
   size_t parameter_bytes;
 };
 using Kernel = const Function*;
@@ -239,7 +239,7 @@ struct Dims {
 
 int launch(Kernel kernel, const Dims& grid, const Dims& cluster, const Dims& threads, Stream* stream,
            void** parameters) {
-  if (grid.x == 0 || grid.y == 0 || grid.z != 1 || threads.x == 0 || threads.y != 1 || threads.z != 1) {
+  if (grid.x == 0 || grid.y == 0 || grid.z == 0 || threads.x == 0 || threads.y != 1 || threads.z != 1) {
     return kInvalidValue;
   }
   if (cluster.x != 1 || cluster.y == 0 || cluster.y > 8 || cluster.z != 1 || grid.y % cluster.y != 0) {
@@ -248,7 +248,7 @@ int launch(Kernel kernel, const Dims& grid, const Dims& cluster, const Dims& thr
   const size_t bytes = kernel->parameter_bytes, room = (bytes + kParameterAlignment - 1) & -kParameterAlignment;
   const std::shared_ptr<void> parameter(std::aligned_alloc(kParameterAlignment, room), std::free);
   std::memcpy(parameter.get(), parameters[0], bytes);
-  return enqueue(stream, [=] { kernel->emulate(grid.x, grid.y, cluster.y, threads.x, parameter.get()); });
+  return enqueue(stream, [=] { kernel->emulate(grid.x, grid.y, grid.z, cluster.y, threads.x, parameter.get()); });
 }
 
 /// CUlaunchAttribute and CUlaunchConfig.

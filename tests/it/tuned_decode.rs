@@ -73,6 +73,8 @@ fn contexts() -> Vec<Vec<usize>> {
         vec![0, 512, 0, 0, 640, 0],
         vec![2000, 1, 1, 1, 1],
         vec![1; 14],
+        vec![512; 9],
+        (0..16).map(|n| n * 63).collect(),
         vec![384; 8],
         vec![100, 1800, 100],
         vec![0; 3],
@@ -105,7 +107,9 @@ fn hostile_metadata_does_not_affect_valid_sequences() {
         return;
     }
     for seed in 0..48 {
-        let spec = decode(&[300, 40, 1200, 16, 129], seed);
+        // On Hopper the second batch has a cluster per sequence.
+        let lengths: [&[usize]; 2] = [&[300, 40, 1200, 16, 129], &[300, 40, 900, 16, 129, 1, 64, 128, 500, 7]];
+        let spec = decode(lengths[seed as usize / 24], seed);
         let mut case = AttentionCase::paged(&spec.batch(), &MemoryLayout::default());
         corrupt(&mut case, seed);
         case.compare_with_reference(InvalidMetadata::Unspecified);
@@ -123,6 +127,14 @@ mod on_their_own_gpu {
     fn cluster_decode_is_chosen() {
         let Some(gpu) = Gpu::with_tuned_kernels_or_skip() else { return };
         let log = log();
+        let (few, many) = (decode(&[700, 0, 130, 1, 260], 0), decode(&[700, 0, 130, 1, 260, 5, 64, 900, 2, 30], 0));
+        let expect = |spec: &BatchSpec, variant: &str| {
+            AttentionCase::paged(&spec.batch(), &MemoryLayout::default())
+                .invocation()
+                .run_on_gpu(&gpu, BufferPadding::Redzones, 0)
+                .unwrap();
+            assert_logged(log, &format!("cluster_decode_{variant} with"));
+        };
         for (dtypes, name) in DTYPES.into_iter().zip(["bf16", "f16"]) {
             for head_dim in [64, 128, 256] {
                 for (softcap, mask, variant) in [
@@ -130,13 +142,12 @@ mod on_their_own_gpu {
                     (0.0, Mask { window_left: 500, ..Mask::CAUSAL }, "none_any"),
                     (2.5, Mask::CAUSAL, "softcap_alibi_any"),
                 ] {
-                    let short = decode(&[700, 0, 130, 1, 260], 0);
-                    let spec = BatchSpec { dtypes, head_dim, softcap, mask, heads: (4, 1), ..short };
-                    AttentionCase::paged(&spec.batch(), &MemoryLayout::default())
-                        .invocation()
-                        .run_on_gpu(&gpu, BufferPadding::Redzones, 0)
-                        .unwrap();
-                    assert_logged(log, &format!("cluster_decode_{name}_{head_dim}_{variant} with"));
+                    let spec = BatchSpec { dtypes, head_dim, softcap, mask, heads: (4, 1), ..few.clone() };
+                    expect(&spec, &format!("{name}_{head_dim}_{variant}"));
+                }
+                if Gpu::sms() > many.lengths.len() {
+                    let spec = BatchSpec { dtypes, head_dim, heads: (4, 1), ..many.clone() };
+                    expect(&spec, &format!("{name}_{head_dim}_none_per_sequence"));
                 }
             }
         }

@@ -62,7 +62,7 @@ pub(super) fn launches<'c>(call: &Call<'c>) -> Result<Option<Launches<'c>>> {
     let kind = match per_head {
         1 if is_plain(call, tile) => "plain",
         1 => "any",
-        _ => "each",
+        _ => "per_sequence",
     };
     let variant =
         variants::find(KERNEL, &[variants::dtype_value(problem.kv_dtype), tile.head_dim_value, logits, kind])?;
@@ -276,7 +276,7 @@ mod tests {
         for (seqs, heads, size) in [(9, 8, 1), (16, 8, 1), (9, 4, 2), (16, 2, 3), (9, 2, 4)] {
             let call = Attention { num_kv_heads: heads, num_q_heads: 4 * heads, ..paged(16, seqs, 1) };
             assert_eq!(grid(&call), Some(([heads as u32, size, seqs as u32], size)), "{seqs} sequences, {heads} heads");
-            assert!(named_on(&call, &device(true))[0].0.ends_with("_each"));
+            assert!(named_on(&call, &device(true))[0].0.ends_with("_per_sequence"));
         }
         // As many sequences as CTAs of a cluster; more than 1024 keys; more clusters than SMs; another variant.
         assert_eq!(grid(&paged(16, 8, 1)), Some(([8, 8, 1], 8)));
