@@ -18,11 +18,10 @@ from xla_attention.jax import context_parallel_attention
 ROWS = PartitionSpec("cp")
 
 
-def compiled(mesh, strategy, layout, recomputed=False):
+def compiled(mesh, strategy, layout, recomputed=False, **options):
     """The HLO of a program with both passes over 8192 rows; `recomputed` in a scan over layers with jax.checkpoint."""
-    attend = functools.partial(
-        context_parallel_attention, cu_seqlens=np.array([0, 8192]), axis_name="cp", strategy=strategy, layout=layout
-    )
+    options |= {"axis_name": "cp", "strategy": strategy, "layout": layout}
+    attend = functools.partial(context_parallel_attention, cu_seqlens=np.array([0, 8192]), **options)
     attend = jax.shard_map(attend, mesh=mesh, in_specs=(ROWS,) * 3, out_specs=ROWS)
 
     def layer(x, weight):
@@ -48,5 +47,6 @@ if __name__ == "__main__":
     mesh = Mesh(np.array(topology.devices), ("cp",))
     cases = [("ring", "zigzag"), ("ring", "contiguous"), ("all_gather", "zigzag")]
     programs = {", ".join(case): compiled(mesh, *case) for case in cases}
+    programs["halo"] = compiled(mesh, "ring", "contiguous", window=(256, 0))
     programs["ring, recomputed"] = compiled(mesh, "ring", "zigzag", recomputed=True)
     print(json.dumps(programs))

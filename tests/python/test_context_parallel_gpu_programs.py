@@ -70,6 +70,17 @@ def test_so_it_is_where_the_forward_pass_runs_again():
     assert sent.count(KEYS) == 3 + 3 and sent.count(GRADIENTS) == 4
 
 
+def test_own_keys_are_in_place_before_the_halo_arrives():
+    """After the transfer only the halo is copied: 256 rows before the 2048 of the device."""
+    (lines,) = computations("halo")
+    start, done = (
+        next(i for i, x in enumerate(lines) if f" collective-permute-{end}(" in x) for end in ("start", "done")
+    )
+    keys = [i for i, x in enumerate(lines) if re.search(r" = bf16\[2304,8,128\]\S* fusion\(.* calls=%\w*pad", x)]
+    assert start < keys[0] < keys[1] < done
+    assert not [x for x in lines if "bf16[2304,8,128]" in x and "concatenate" in x]
+
+
 def test_keys_are_gathered_again_in_the_backward_pass():
     (lines,) = computations("all_gather, zigzag")
     calls = [i for i, line in enumerate(lines) if CALL in line]

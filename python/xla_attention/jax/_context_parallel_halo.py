@@ -4,6 +4,7 @@ A window that is shorter than a device's rows takes one transfer from the previo
 each device that it reaches. Then there is one call, whose last query stands at the last key. Layout "contiguous" only.
 """
 
+import jax
 import jax.numpy as jnp
 
 from ._call import Array
@@ -42,9 +43,10 @@ def _halo_sizes(config: Config, operands: Operands) -> list[int]:
 def _step(config: Config, operands: Operands) -> Step:
     n, rows = config.num_devices, operands.q.shape[0]
     own_keys, sizes = (operands.k, operands.v), _halo_sizes(config, operands)
-    # Own rows are put in place while the halo travels. Then only the halo is copied; a concatenation would copy all.
+    # Own rows are put in place while the halo travels. Then only the halo is copied. Without the barrier XLA makes one
+    # concatenation of both, which copies all rows after the transfer.
     halo = end = sum(sizes)
-    keys = [jnp.pad(x, ((halo, 0), (0, 0), (0, 0))) for x in own_keys]
+    keys = jax.lax.optimization_barrier([jnp.pad(x, ((halo, 0), (0, 0), (0, 0))) for x in own_keys])
     for distance, size in enumerate(sizes, 1):
         pairs = [(i, i + distance) for i in range(n - distance)]
         received = send(config.axis_name, [x[-size:] for x in own_keys], pairs)
