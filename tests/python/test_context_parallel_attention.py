@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.sharding import AbstractMesh, PartitionSpec
+from jax.sharding import AbstractMesh, AxisType, PartitionSpec
 
 from context_parallel_cases import CASES, PRODUCT
 from subprocesses import python
@@ -128,7 +128,7 @@ def call(n=4, *, rows=16, shapes=None, starts=(0, 32, 64), dtype=np.float32, **o
     """Trace a call over `n` devices, of which nothing runs."""
     shapes = [(n * rows, 4, 16), (n * rows, 2, 16), (n * rows, 2, 16)] if shapes is None else shapes
     options = {"axis_name": "cp"} | options
-    mesh = AbstractMesh((n,), ("cp",))
+    mesh = AbstractMesh((n,), ("cp",), axis_types=(AxisType.Auto,))
 
     def attend(q, k, v):
         return context_parallel_attention(q, k, v, np.array(starts), **options)
@@ -209,7 +209,7 @@ def test_a_call_outside_of_shard_map_is_refused():
 
 def on_mesh(q, slopes=None):
     """Attention of q over itself on four devices."""
-    mesh, rows = AbstractMesh((4,), ("cp",)), PartitionSpec("cp")
+    mesh, rows = AbstractMesh((4,), ("cp",), axis_types=(AxisType.Auto,)), PartitionSpec("cp")
 
     def attend(q, *slopes):
         options = {"axis_name": "cp", "alibi_slopes": slopes[0] if slopes else None}

@@ -132,7 +132,7 @@ def test_too_few_pages_are_named():
 
 def traced(function, *operands, in_specs, out_specs=REPLICATED):
     """The results' shapes of a function on a mesh of four devices, which need not exist."""
-    mesh = jax.sharding.AbstractMesh((4,), ("cp",))
+    mesh = jax.sharding.AbstractMesh((4,), ("cp",), axis_types=(jax.sharding.AxisType.Auto,))
     return jax.eval_shape(jax.shard_map(function, mesh=mesh, in_specs=in_specs, out_specs=out_specs), *operands)
 
 
