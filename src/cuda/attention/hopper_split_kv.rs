@@ -74,11 +74,13 @@ fn kernel_for(problem: &Attention, device: &Device) -> Option<HopperPrefill> {
     let is_unbalanced_otherwise = 10 * tiles <= WAVE_TENTHS * i64::from(device.sms);
     let queries = (rows + seqs - 1) / seqs;
     let has_many_keys = capacity >= KEYS_PER_QUERY * queries;
-    let longest = if problem.queries.longest > 0 { problem.queries.longest as i64 } else { queries };
+    // `max_seqlen_q` may be any number.
+    let hint = problem.queries.longest.min(problem.num_rows) as i64;
+    let longest = if hint > 0 { hint } else { queries };
     let saves_tiles = saves_tiles(longest, group as i64, tile.rows());
     // Prefill computes the empty half of a tile too. The average does not count: 60 x 1 and 4 x 230 queries over 4096 keys take
     // 538 us here, 416 in the fused kernel (32/8 heads, H100).
-    let has_half_tiles = problem.queries.longest > 0 && 2 * longest * prefill.pack_gqa <= tile.rows();
+    let has_half_tiles = hint > 0 && 2 * hint * prefill.pack_gqa <= tile.rows();
     let fits = device.has_tensor_maps
         && tile.shared_bytes <= device.shared_memory
         && supports_tma(problem.q.dtype, problem.q.data, &query_axes(&prefill, problem))
@@ -221,6 +223,7 @@ mod tests {
             few_queries(16, 300, [32, 8]),
             few_queries(16, 128, [28, 4]),
             Attention { queries: Queries { longest: 500, ..long.queries }, ..long },
+            Attention { queries: Queries { longest: i64::MAX as usize, ..long.queries }, ..long },
             few_queries(1, 2000, [4, 1]),
             few_queries(16, 5, [128, 1]),
             Attention { workspace: None, ..plain },
