@@ -69,6 +69,7 @@ struct Fiber {
   unsigned cluster_rounds = 0;  // of the cluster's barrier at which it has arrived
   std::deque<std::vector<Copy>> committed;
   std::vector<Copy> open;
+  std::vector<std::function<void()>> bulk_stores;
 };
 
 struct Warp {
@@ -169,6 +170,7 @@ void thread() {
   Fiber& me = block->fibers[block->current];
   for (const auto& group : me.committed) perform(group);
   me.committed.clear();
+  if (!me.bulk_stores.empty()) fail("a thread ends before its bulk copies have read shared memory");
   me.done = true;
   if (me.cluster_rounds > cluster_barrier.round) --cluster_barrier.arrived;
   ++cluster_barrier.ended;
@@ -388,6 +390,14 @@ void cp_async_wait(int pending) {
     perform(groups.front());
     groups.pop_front();
   }
+}
+
+void bulk_store(std::function<void()> copy) { block->fibers[block->current].bulk_stores.push_back(std::move(copy)); }
+
+void bulk_wait_group() {
+  auto& stores = block->fibers[block->current].bulk_stores;
+  for (const auto& store : stores) store();
+  stores.clear();
 }
 
 }  // namespace emulator

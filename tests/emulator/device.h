@@ -7,6 +7,7 @@
 #include <cmath>
 #include <cstdint>
 #include <cstring>
+#include <functional>
 
 #define __device__
 #define __global__
@@ -87,6 +88,10 @@ void yield_thread();
 void cp_async(uint32_t destination, const void* source, int bytes, bool predicate);
 void cp_async_commit();
 void cp_async_wait(int pending);
+/// A bulk copy from shared memory, which is not read before the thread's `bulk_wait_group`, so that writing it too
+/// early is noticed.
+void bulk_store(std::function<void()> copy);
+void bulk_wait_group();
 
 /// The value that lane `pick(own lane)` passes.
 template <typename T, typename Pick>

@@ -66,12 +66,14 @@ inline void tma_load(uint32_t to, const TensorMap& opaque_map, uint32_t barrier,
 inline void tma_store(uint32_t from, const TensorMap& opaque_map, const int32_t (&at)[emulator::kMaxAxes]) {
   const auto& map = reinterpret_cast<const emulator::TensorMap&>(opaque_map);
   if (from % 128 != 0) emulator::fail("a box at an address that is no multiple of 128");
-  const int row_end = bytes_left(map, at[0]);
-  each_row(map, at, [&](uint32_t row, uint8_t* to) {
-    if (to == nullptr) return;
-    for (int chunk = 0; chunk < row_end; chunk += 16) {
-      std::memcpy(to + chunk, ::shared + swizzled(from + row * map.row_bytes + chunk, map.row_bytes), 16);
-    }
+  emulator::bulk_store([from, &map, at] {
+    const int row_end = bytes_left(map, at[0]);
+    each_row(map, at, [&](uint32_t row, uint8_t* to) {
+      if (to == nullptr) return;
+      for (int chunk = 0; chunk < row_end; chunk += 16) {
+        std::memcpy(to + chunk, ::shared + swizzled(from + row * map.row_bytes + chunk, map.row_bytes), 16);
+      }
+    });
   });
 }
 
@@ -111,8 +113,8 @@ inline void tma_load(uint32_t to, const TensorMap& map, uint32_t barrier, int32_
 inline void tma_store(uint32_t from, const TensorMap& map, int32_t x0, int32_t x1, int32_t x2, int32_t x3) {
   host::tma_store(from, map, {x0, x1, x2, x3, 0});
 }
-inline void bulk_wait_group_read() {}
-inline void bulk_wait_group() {}
+inline void bulk_wait_group_read() { emulator::bulk_wait_group(); }
+inline void bulk_wait_group() { emulator::bulk_wait_group(); }
 /// A lane holds columns 2 (lane % 4) and 2 (lane % 4) + 1 of row lane / 4 of each matrix.
 inline void stmatrix_x4(uint32_t address, const uint32_t (&matrices)[4]) {
   host::StmatrixLane lane{address, matrices};
@@ -151,6 +153,8 @@ template <int kCount>
 void warpgroup_reg_dealloc() {}
 template <int kCount>
 void warpgroup_reg_alloc() {}
+
+inline int32_t num_ctas() { return static_cast<int32_t>(gridDim.x); }
 
 }  // namespace ptx
 
