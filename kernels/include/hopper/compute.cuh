@@ -112,10 +112,8 @@ __device__ __forceinline__ void compute_tiles(const HopperPrefillParams& prefill
   };
 
   int32_t block_count = 0;
-  // Releases the blocks of a tile in which the warpgroup has no rows.
-  const auto pass_blocks = [&](int32_t blocks, int32_t tile_count) {
-    pipeline.query_full(tile_count).wait();
-    release(pipeline.query_empty(tile_count));
+  // Releases blocks that no row of the warpgroup attends to.
+  const auto pass_blocks = [&](int32_t blocks) {
 #pragma unroll 1
     for (const int32_t end_count = block_count + blocks; block_count < end_count; ++block_count) {
       const KvState now(block_count);
@@ -125,13 +123,27 @@ __device__ __forceinline__ void compute_tiles(const HopperPrefillParams& prefill
       release(pipeline.values_empty(now));
     }
   };
-  const auto attend = [&](const PrefillTile& tile, int32_t first, int32_t end, int32_t tile_count,
+  const auto attend = [&](const typename Shape::Tile& tile, int32_t first, int32_t end, int32_t tile_count,
                           const auto& finalize_rows) {
-    if constexpr (Shape::kSplitsKeys) {
-      if (64 * warpgroup >= uniform(tile.work.tile.num_rows)) {
-        pass_blocks(end - first, tile_count);
+    if constexpr (Shape::kSplitsKeys || Shape::kHasWarpgroupBlocks) {
+      const bool has_rows = 64 * warpgroup < uniform(tile.work.tile.num_rows);
+      int32_t own_first = first, own_end = has_rows ? end : first;
+      if constexpr (Shape::kHasWarpgroupBlocks) {
+        if (has_rows) {
+          own_first = uniform(tile.warpgroup_first_block[warpgroup]);
+          own_end = uniform(tile.warpgroup_end_block[warpgroup]);
+        }
+      }
+      if (own_first >= own_end) {
+        pipeline.query_full(tile_count).wait();
+        release(pipeline.query_empty(tile_count));
+        pass_blocks(end - first);
+        finalize_rows();
         return;
       }
+      pass_blocks(end - own_end);
+      first = own_first;
+      end = own_end;
     }
     // In blocks [common_begin, common_end) every row attends to every key.
     const int32_t common_begin = uniform((tile.work.keys.common_begin + kKeys - 1) / kKeys);
@@ -182,6 +194,13 @@ __device__ __forceinline__ void compute_tiles(const HopperPrefillParams& prefill
     const KvState now(block_count);
     pipeline.keys_full(now).wait();
     issue_qk(now);
+    if constexpr (Shape::kStagesOutputInValues) {
+      if (stages_output_in_values<Shape>(prefill) && is_lane_0 && tile_count > 0) {
+        ptx::bulk_wait_group_read();
+        pipeline.output_left(warpgroup, tile_count - 1).arrive();
+      }
+      __syncwarp();
+    }
     // While the products run, and held there: this softmax has nothing to overlap with. With a transform it would
     // spill.
     [[maybe_unused]] VisibleColumns columns = {};
@@ -222,8 +241,9 @@ __device__ __forceinline__ void compute_tiles(const HopperPrefillParams& prefill
     ptx::wgmma_wait_group<0>();
     release(pipeline.values_empty(last));
     ++block_count;
+    if constexpr (Shape::kHasWarpgroupBlocks) pass_blocks(first - uniform(tile.first_block));
   };
-  for_each_tile<Shape, T>(prefill, pipeline, warp, state, attend);
+  for_each_tile<Shape, T>(prefill, pipeline, warp, state, block_count, attend);
 }
 
 }  // namespace xa::hopper

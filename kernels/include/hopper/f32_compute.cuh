@@ -216,7 +216,7 @@ __device__ __forceinline__ void compute_f32_tiles(const HopperPrefillParams& pre
     }
     finalize_rows();
   };
-  for_each_tile<Shape, F32>(prefill, pipeline, warp, state, attend);
+  for_each_tile<Shape, F32>(prefill, pipeline, warp, state, block_count, attend);
 }
 
 }  // namespace xa::hopper

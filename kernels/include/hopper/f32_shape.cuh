@@ -28,6 +28,7 @@ struct F32PrefillShape : Config {
   /// Warps that transpose V, which 8-bit operands need.
   static constexpr int kTransposeWarps = 0;
   static constexpr bool kOutputTypeAtRunTime = false;
+  static constexpr bool kHasWarpgroupBlocks = false;
 
   using Atom = SwizzleAtom<64>;
   /// kRows rows of kColumns columns, [part][atom column][row].
@@ -55,6 +56,7 @@ struct F32PrefillShape : Config {
   static constexpr int kBarriersOffset = kTilesOffset + 2 * static_cast<int>(sizeof(PrefillTile));
   /// O is stored from registers.
   static constexpr bool kHasOutputStaging = false;
+  static constexpr bool kStagesOutputInValues = false;
   static constexpr int kOutputOffset = 0, kOutputWarpBytes = 0;
   static constexpr int kAlignment = 1024;
 

@@ -216,7 +216,7 @@ __device__ __forceinline__ void compute_fp8_tiles(const HopperPrefillParams& pre
     release(pipeline.values_empty(last));
     ++block_count;
   };
-  for_each_tile<Shape, F16>(prefill, pipeline, warp, state, attend);
+  for_each_tile<Shape, F16>(prefill, pipeline, warp, state, block_count, attend);
 }
 
 }  // namespace xa::hopper

@@ -30,6 +30,7 @@ struct Fp8PrefillShape : Config {
   static constexpr bool kHasLeanLoop = false;
   /// O is bf16 or f16, which the parameters say.
   static constexpr bool kOutputTypeAtRunTime = true;
+  static constexpr bool kHasWarpgroupBlocks = false;
   /// P is multiplied by 2^kWeightLog2, so that fewer small weights underflow; the largest e4m3fn is 448.
   static constexpr int kWeightLog2 = 8;
 
@@ -67,6 +68,7 @@ struct Fp8PrefillShape : Config {
   static constexpr int kOutputWarpBytes = 16 * 2 * kValueDim;
   static constexpr int kOutputBytes = kComputeWarps * kOutputWarpBytes;
   static constexpr bool kHasOutputStaging = kOutputOffset + kOutputBytes < 226 * 1024;
+  static constexpr bool kStagesOutputInValues = false;
   static constexpr int kTilesOffset = kOutputOffset + (kHasOutputStaging ? kOutputBytes : 0);
   static constexpr int kBarriersOffset = kTilesOffset + 2 * static_cast<int>(sizeof(PrefillTile));
   static constexpr int kAlignment = 1024;

@@ -361,6 +361,10 @@ __device__ __forceinline__ void load_blocks_with(Loader loader, const HopperPref
       const int32_t wanted_at = min(tile.first_block + kBlocksToGo, block);
       loader.begin(tile, block);
       if (kWaits && block_count == 0 && kOperand == Operand::values) pipeline.first_keys_loaded().wait();
+      // The stages of the tile's first blocks of V have O of the tile before.
+      const bool waits_for_output =
+          kOperand == Operand::values && stages_output_in_values<Shape>(params) && tile_count > 0;
+      if (waits_for_output) pipeline.output_left(0, tile_count - 1).wait();
 #pragma unroll 1
       for (; block >= tile.first_block; --block) {
         if (kOperand == Operand::keys && block == wanted_at && threadIdx.x % 32 == 0) {
@@ -371,6 +375,7 @@ __device__ __forceinline__ void load_blocks_with(Loader loader, const HopperPref
           load_query<Shape>(params, pipeline, tile, tile_count);
         }
         loader.finish(block_count++);
+        if (waits_for_output && block == tile.end_block - 1) pipeline.output_left(1, tile_count - 1).wait();
         if (kWaits && block_count == 1 && kOperand == Operand::keys) wait_for_first_loads(pipeline);
       }
       ++tile_count;

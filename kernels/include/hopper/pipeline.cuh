@@ -65,7 +65,8 @@ class Pipeline {
     kPartialValuesFull = kTileWanted + 1,
     kStartsChecked = kPartialValuesFull + 1,
     kFirstKeysLoaded = kStartsChecked + 1,
-    kLoadedValuesFull = kFirstKeysLoaded + 1,
+    kOutputLeft = kFirstKeysLoaded + 1,
+    kLoadedValuesFull = kOutputLeft + (Shape::kStagesOutputInValues ? kStages : 0),
     kLoadedValuesEmpty = kLoadedValuesFull + (kHasTranspose ? kStages : 0),
     kBarriers = kLoadedValuesEmpty + (kHasTranspose ? kStages : 0),
   };
@@ -97,6 +98,7 @@ class Pipeline {
     init(kPartialValuesFull, 1, 1);
     init(kStartsChecked, 1, 1);
     init(kFirstKeysLoaded, 1, 1);
+    if constexpr (Shape::kStagesOutputInValues) init(kOutputLeft, kStages, 4);
     if constexpr (kHasTranspose) {
       init(kLoadedValuesFull, kStages, 1);
       init(kLoadedValuesEmpty, kStages, Shape::kTransposeWarps);
@@ -141,6 +143,10 @@ class Pipeline {
   __device__ __forceinline__ Barrier starts_checked() const { return barrier(kStartsChecked, 0); }
   /// The CTA's first block of K is loaded.
   __device__ __forceinline__ Barrier first_keys_loaded() const { return barrier(kFirstKeysLoaded, 0); }
+  /// The rows of O that a warpgroup staged in V after the CTA's tile number `tile_count` have left it.
+  __device__ __forceinline__ Barrier output_left(int32_t warpgroup, int32_t tile_count) const {
+    return Barrier{barrier(kOutputLeft, 0).address + 8 * warpgroup, static_cast<uint32_t>(tile_count & 1)};
+  }
 
   __device__ __forceinline__ uint32_t query() const { return address_; }
   __device__ __forceinline__ uint32_t keys(uint32_t stage) const {
@@ -160,9 +166,16 @@ class Pipeline {
   __device__ __forceinline__ uint32_t query_parts() const { return address_ + Shape::kQueryOffset; }
   __device__ __forceinline__ uint32_t key_parts() const { return address_ + Shape::kKeyPartsOffset; }
   __device__ __forceinline__ uint32_t value_parts() const { return address_ + Shape::kValuePartsOffset; }
-  /// Staging of a warp's 16 rows of O, in atom columns.
-  __device__ __forceinline__ uint32_t output_staging(int32_t warp) const {
-    return address_ + Shape::kOutputOffset + warp * Shape::kOutputWarpBytes;
+  /// Staging of a warp's 16 rows of O, in atom columns, after the CTA's block number `block_count - 1`. In V the stages
+  /// of the next blocks are the first ones to be free: each warpgroup waits for one.
+  __device__ __forceinline__ uint32_t output_staging(int32_t warp, int32_t block_count) const {
+    if constexpr (Shape::kStagesOutputInValues) {
+      const PipelineState<kStages> state(block_count + warp / 4);
+      values_empty(state).producer_wait();
+      return values(state.stage) + warp % 4 * Shape::kOutputWarpBytes;
+    } else {
+      return address_ + Shape::kOutputOffset + warp * Shape::kOutputWarpBytes;
+    }
   }
   __device__ __forceinline__ uint8_t* values_pointer(uint32_t stage) const {
     return shared_ + Shape::kValuesOffset + stage * Shape::ValueBlock::kBytes;

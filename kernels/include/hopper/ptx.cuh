@@ -162,6 +162,13 @@ __device__ __forceinline__ void warpgroup_reg_alloc() {
   asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(kCount));
 }
 
+/// The number of CTAs, read anew each time to save a register.
+__device__ __forceinline__ int32_t num_ctas() {
+  int32_t count;
+  asm volatile("mov.u32 %0, %%nctaid.x;" : "=r"(count));
+  return count;
+}
+
 }  // namespace ptx
 
 /// `x`, which must be the same in all lanes, such that the compiler knows it is: values derived from it then stay in

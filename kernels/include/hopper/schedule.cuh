@@ -2,11 +2,11 @@
 // runs it on the device, because only the device knows the lengths, one tile ahead of the compute warps, but not before
 // the K warp has loaded most of the tile before.
 //
-// Tile indices ascend over groups of 32 sequences (one per lane), in a group over head groups, and in a head group over
-// tiles in LPT order: under a causal mask, those that end at the largest number of keys first, otherwise those with the
-// last query rows; heads vary fastest. Head groups are FlashAttention's L2 head swizzle. A CTA's first tile has the
-// CTA's index, each further one the next value of the counter `next_tile`, so that all CTAs finish at about the same
-// time.
+// Tile indices ascend over batches of 32 sequences (one per lane). Under a causal mask they ascend, in such a batch,
+// over groups of heads, and in a group over tiles in LPT order: those that end at the largest number of keys first;
+// heads vary fastest. Groups are FlashAttention's L2 head swizzle. Without a causal mask tiles of a head follow each
+// other, those with the last query rows first. A CTA's first tile has the CTA's index, each further one the next value
+// of the counter `next_tile`, so that all CTAs finish at about the same time.
 #pragma once
 
 #include <cstdint>
@@ -54,16 +54,18 @@ class TileScheduler {
       if (threadIdx.x % 32 == 0) to.work.tile.num_rows = 0;
       return;
     }
-    const uint32_t heads = heads_per_group_, missing = heads - first_group_heads_;
-    const uint32_t group = (index + missing * tiles_per_head_) / (heads * tiles_per_head_);
-    const uint32_t first_head = group == 0 ? 0 : group * heads - missing;
-    const uint32_t in_group = index - first_head * tiles_per_head_;
-    const uint32_t in_head = in_group / (group == 0 ? first_group_heads_ : heads);
-    const uint32_t head = first_head + in_group - in_head * (group == 0 ? first_group_heads_ : heads);
-    locate_in_head(in_head, head, packs_per_kv_head, to);
+    if (kVariesHeads && !is_causal_) {
+      locate_in_sequences(index, packs_per_kv_head, to);
+    } else {
+      locate_in_groups(index, packs_per_kv_head, to);
+    }
   }
 
  private:
+  /// Whether a sequence's heads follow each other, because rows of K, V and O of adjacent heads are adjacent in DRAM: 1
+  /// to 3 % faster. At smaller D it gains nothing, and the load warps have too few registers for it.
+  static constexpr bool kVariesHeads = Shape::kHeadDim >= 128;
+
   /// Tiles of these sequences. 32 bits hold their numbers: every tile has rows of q of its own, so that 2^31 tiles
   /// would take 256 GB.
   __device__ __forceinline__ uint32_t num_tiles() const { return tiles_per_head_ * params_.num_kv_heads; }
@@ -87,15 +89,21 @@ class TileScheduler {
       first_level_ = clamp(shift, 0, sequence_.len_k) / (Shape::kRows / params_.group);
     }
     tiles_per_head_ = __reduce_add_sync(~0u, tiles_of_sequence());
-    choose_head_groups(is_selected);
+    if (is_causal_) {
+      choose_groups(is_selected);
+    } else if constexpr (!kVariesHeads) {
+      has_seq_groups_ = false;
+      group_size_ = first_group_size_ = 1;
+    } else {
+      first_level_ = sum_up_to_this_lane(tiles_of_sequence()) - tiles_of_sequence();
+    }
   }
-  /// Chooses the head groups of these sequences. A group is large enough that its longest tiles fill kWaves waves of
-  /// CTAs, which keeps the tail short, but no larger than leaves kSharing CTAs at work on the same keys at the same
-  /// time, which keeps those in L2: tiles of the same level, one per sequence and head, run together. Both constants
-  /// are measured (docs/dev/lab_notebook.md).
-  __device__ __forceinline__ void choose_head_groups(bool is_selected) {
-    heads_per_group_ = first_group_heads_ = 1;
-    if (!is_causal_) return;
+  /// Chooses the groups of these sequences. A group is large enough that its longest tiles fill kWaves waves of CTAs,
+  /// which keeps the tail short, but no larger than leaves kSharing CTAs at work on the same keys at the same time,
+  /// which keeps those in L2: tiles of the same level, one per sequence and head, run together. Both constants are
+  /// measured (docs/dev/lab_notebook.md). Sequences of the same lengths are grouped by sequences if a group has all
+  /// heads of one.
+  __device__ __forceinline__ void choose_groups(bool is_selected) {
     constexpr float kWaves = 1.9f, kSharing = Shape::kHeadDim > 128 ? 4.0f : 8.0f;
     // Twice the keys of a head's tiles; those of a sequence have len_k - len_q to len_k keys.
     const float keys = 2.0f * sequence_.len_k - sequence_.len_q,
@@ -106,10 +114,21 @@ class TileScheduler {
         min(static_cast<int32_t>(tiles_per_head_), __reduce_max_sync(~0u, end_level()) - lowest_level());
     const float max_heads = floorf(__fdividef(ctas * levels, kSharing * fmaxf(tiles_per_head_, 1.0f)));
     const float heads = fmaxf(fminf(min_heads, max_heads), 1.0f);
-    const uint32_t all = params_.num_kv_heads;
-    const uint32_t groups = max(static_cast<uint32_t>(__fdividef(all, heads)), 1u);
-    heads_per_group_ = (all + groups - 1) / groups;
-    first_group_heads_ = all - (all - 1) / heads_per_group_ * heads_per_group_;
+    const uint32_t all_heads = params_.num_kv_heads, all_seqs = min(num_seqs_ - first_, 32);
+    const float seqs = __fdividef(heads * all_seqs, all_heads);
+    has_seq_groups_ = false;
+    if constexpr (kVariesHeads) has_seq_groups_ = have_equal_lengths(all_seqs, is_selected) && seqs >= 1.0f;
+    const uint32_t all = has_seq_groups_ ? all_seqs : all_heads;
+    const uint32_t groups = max(static_cast<uint32_t>(__fdividef(all, has_seq_groups_ ? seqs : heads)), 1u);
+    group_size_ = (all + groups - 1) / groups;
+    first_group_size_ = all - (all - 1) / group_size_ * group_size_;
+  }
+
+  /// Whether the first `count` lanes have selected sequences of the same lengths.
+  __device__ __forceinline__ bool have_equal_lengths(uint32_t count, bool is_selected) const {
+    const int32_t len_q = __shfl_sync(~0u, sequence_.len_q, 0), len_k = __shfl_sync(~0u, sequence_.len_k, 0);
+    const bool is_equal = is_selected && sequence_.len_q == len_q && sequence_.len_k == len_k;
+    return __all_sync(~0u, threadIdx.x % 32 >= count || is_equal) != 0;
   }
 
   /// Tiles of this lane's sequence in each head. Not held in a register: the warp has few.
@@ -121,6 +140,36 @@ class TileScheduler {
   /// The smallest `first_level_` of the sequences that have tiles.
   __device__ __forceinline__ int32_t lowest_level() const {
     return INT32_MAX - __reduce_max_sync(~0u, sequence_.len_q > 0 ? INT32_MAX - first_level_ : 0);
+  }
+
+  /// Locates tile `index` in the groups.
+  __device__ __forceinline__ void locate_in_groups(uint32_t index, int32_t packs_per_kv_head, PrefillTile& to) const {
+    const uint32_t heads = params_.num_kv_heads, seqs = min(num_seqs_ - first_, 32);
+    // Tiles of a head, or of a sequence.
+    const uint32_t tiles = has_seq_groups_ ? num_tiles() / seqs : tiles_per_head_;
+    const uint32_t missing = group_size_ - first_group_size_;
+    const uint32_t group = (index + missing * tiles) / (group_size_ * tiles);
+    const uint32_t first = group == 0 ? 0 : group * group_size_ - missing;
+    const uint32_t size = group == 0 ? first_group_size_ : group_size_;
+    const uint32_t in_group = index - first * tiles;
+    if (has_seq_groups_) {
+      const uint32_t steps = in_group / (size * heads), in_level = in_group - steps * size * heads;
+      const uint32_t seq = in_level / heads;
+      if (threadIdx.x % 32 == first + seq) {
+        write(tiles_of_sequence() - 1 - steps, in_level - seq * heads, packs_per_kv_head, to);
+      }
+    } else {
+      const uint32_t in_head = in_group / size;
+      locate_in_head(in_head, first + in_group - in_head * size, packs_per_kv_head, to);
+    }
+  }
+  /// Locates tile `index` without a causal mask: one sequence after the other, and in it one head after the other.
+  __device__ __forceinline__ void locate_in_sequences(uint32_t index, int32_t packs_per_kv_head,
+                                                      PrefillTile& to) const {
+    const uint32_t tiles = tiles_of_sequence(), in_sequence = index - first_level_ * params_.num_kv_heads;
+    if (in_sequence >= tiles * params_.num_kv_heads) return;
+    const uint32_t head = in_sequence / tiles;
+    write(tiles - 1 - (in_sequence - head * tiles), head, packs_per_kv_head, to);
   }
 
   /// Locates tile `index` of a head. A level holds at most one tile of each sequence; under a causal mask those end at
@@ -174,11 +223,14 @@ class TileScheduler {
   int32_t first_;
   uint32_t before_;          // tiles of the sequences before first_
   uint32_t tiles_per_head_;  // of these sequences
-  // Head groups have heads_per_group_ heads; only the first may have fewer, for the last one is to be long.
-  uint32_t heads_per_group_;
-  uint32_t first_group_heads_;
-  QoTile sequence_;      // this lane's sequence, without queries if it is not selected; the fields of rows are unused
-  int32_t first_level_;  // the sequence's levels start past this one
+  // Groups have group_size_ heads, or sequences with all of their heads; only the first may have fewer, for the last
+  // one is to be long.
+  bool has_seq_groups_;
+  uint32_t group_size_;
+  uint32_t first_group_size_;
+  QoTile sequence_;  // this lane's sequence, without queries if it is not selected; the fields of rows are unused
+  // The sequence's levels start past this one. In locate_in_sequences: tiles of a head of the sequences before it.
+  int32_t first_level_;
 };
 
 /// How CTAs begin: with a static tile each, or with the next tile of the counter.
@@ -194,11 +246,30 @@ struct InitialTiles {
   static __device__ __forceinline__ InitialTiles none() { return InitialTiles{-1, 0}; }
 };
 
+/// Sets the blocks of each warpgroup of a tile. Run by the scheduler warp, one lane per warpgroup.
+template <typename Shape>
+__device__ __forceinline__ void set_warpgroup_blocks(const HopperPrefillParams& params, WarpgroupTile& tile) {
+  const int32_t warpgroup = threadIdx.x % 32, num_rows = tile.work.tile.num_rows;
+  if (64 * warpgroup >= min(num_rows, Shape::kRows)) return;
+  const Visibility visibility(params.attention, tile.work.tile, tile.shift);
+  const int32_t first_row = tile.work.tile.first_row + 64 * warpgroup;
+  const int32_t last_row = min(first_row + 63, tile.work.tile.first_row + num_rows - 1);
+  const int32_t begin = visibility.begin(first_row >> params.group_log2);
+  const int32_t end = visibility.end(last_row >> params.group_log2);
+  tile.warpgroup_first_block[warpgroup] = begin < end ? begin / Shape::kKeys : tile.first_block;
+  tile.warpgroup_end_block[warpgroup] = begin < end ? (end + Shape::kKeys - 1) / Shape::kKeys : tile.first_block;
+}
+
 /// The scheduler warp: writes one work tile after another, then one without rows. The scheduler has begun.
 template <typename Shape, typename LogitsTransform>
 __device__ __forceinline__ void schedule_tiles(const HopperPrefillParams& params, const Pipeline<Shape>& pipeline,
                                                const InitialTiles& initial, TileScheduler<Shape>& scheduler) {
   uint32_t index = initial.first;
+  // Held in a register, it would be spilled past D 128; read anew, something else would be at D 64.
+  const auto num_static = [&] {
+    if constexpr (Shape::kHeadDim > 128) return initial.first < 0 ? 0 : ptx::num_ctas();
+    return initial.num_static;
+  };
   int32_t rows = 1;
 #pragma unroll 1
   for (int32_t count = 0; rows > 0; ++count) {
@@ -207,17 +278,21 @@ __device__ __forceinline__ void schedule_tiles(const HopperPrefillParams& params
     if (count > 0) pipeline.tile_wanted(count - 1).wait();
     if (count > 0 || initial.first < 0) {
       if (params.next_tile == nullptr) {
-        index += initial.num_static;
+        index += num_static();
       } else {
         uint32_t next = 0;
         if (threadIdx.x % 32 == 0) next = atomicAdd(reinterpret_cast<unsigned long long*>(params.next_tile), 1ull);
-        index = initial.num_static + __shfl_sync(~0u, next, 0);
+        index = num_static() + __shfl_sync(~0u, next, 0);
       }
     }
-    PrefillTile& tile = pipeline.tile(state);
+    typename Shape::Tile& tile = pipeline.tile(state);
     scheduler.locate(index, params.packs_per_kv_head, tile);
     __syncwarp();
     rows = tile.work.tile.num_rows;
+    if constexpr (Shape::kHasWarpgroupBlocks) {
+      set_warpgroup_blocks<Shape>(params, tile);
+      __syncwarp();
+    }
     if (threadIdx.x % 32 == 0) {
       const int32_t kv_head = tile.work.kv_head / params.packs_per_kv_head;
       tile.work.score_factor = rows > 0 ? LogitsTransform::factor(params.attention, kv_head) : 0.0f;

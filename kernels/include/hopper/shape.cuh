@@ -32,6 +32,12 @@ struct PrefillTile {
   float value_factor;  // AttentionParams::value_factor times the scale of V
 };
 
+/// A work tile of which each warpgroup has its own blocks: those that some of its 64 rows attends to.
+struct WarpgroupTile : PrefillTile {
+  int32_t warpgroup_first_block[3];
+  int32_t warpgroup_end_block[3];  // first_block for a warpgroup without keys, as its first block
+};
+
 /// A work tile of hopper_split_kv: possibly some of a tile's keys only. Query heads are packed with padding heads, so
 /// that their number is a power of two.
 struct SplitKvTile : PrefillTile {
@@ -50,7 +56,11 @@ template <typename Config, Storage kStorage_>
 struct PrefillShape : Config {
   static constexpr int kHeadDim = Config::kDim, kValueDim = Config::kValueDim;
   static constexpr Storage kStorage = kStorage_;
-  using Tile = std::conditional_t<Config::kSplitsKeys, SplitKvTile, PrefillTile>;
+  /// Whether a warpgroup passes over the blocks of a tile that no row of its own attends to. It is then up to a block
+  /// ahead of the others, which delays the loads of all unless there is a third stage.
+  static constexpr bool kHasWarpgroupBlocks = !Config::kSplitsKeys && Config::kWarpgroups > 1 && Config::kStages > 2;
+  using Tile = std::conditional_t<Config::kSplitsKeys, SplitKvTile,
+                                  std::conditional_t<kHasWarpgroupBlocks, WarpgroupTile, PrefillTile>>;
   static constexpr int kRows = 64 * Config::kWarpgroups;
   static constexpr int kComputeThreads = 128 * Config::kWarpgroups;
   static constexpr int kComputeWarps = kComputeThreads / 32;
@@ -94,6 +104,10 @@ struct PrefillShape : Config {
   static constexpr int kOutputWarpBytes = 16 * ValueBlock::kAtomColumns * Atom::kRowBytes;
   static constexpr int kOutputBytes = kComputeWarps * kOutputWarpBytes;
   static constexpr bool kHasOutputStaging = !Config::kSplitsKeys && kOutputOffset + kOutputBytes < 226 * 1024;
+  /// Elsewhere each warpgroup stages its rows in a stage of V, which is loaded again once they have left.
+  static constexpr bool kStagesOutputInValues =
+      !Config::kSplitsKeys && !kTransformsLogits<Config> && !kHasOutputStaging;
+  static_assert(!kStagesOutputInValues || Config::kWarpgroups == Config::kStages);
   /// Pages that TMA boxes cannot describe are loaded row by row (CpAsyncLoader).
   static constexpr bool kHasCpAsyncLoader = kStorage == Storage::paged;
   /// 4-byte entries for the rows of a block, one list for K and one for V, in rounds of 32 (CpAsyncLoader in load.cuh).
@@ -113,5 +127,12 @@ struct PrefillShape : Config {
                 "setmaxnreg redistributes the registers that the CTA was launched with");
   static_assert(Config::kKeys % 16 == 0 && kHeadDim % 32 == 0 && kValueDim % 32 == 0);
 };
+
+/// Whether O of the call is staged in V. Without a causal mask that was slower than stores row by row, by 3 % (D 192,
+/// 1k).
+template <typename Shape>
+__device__ __forceinline__ bool stages_output_in_values(const HopperPrefillParams& params) {
+  return Shape::kStagesOutputInValues && params.stores_by_tma != 0 && params.is_causal != 0;
+}
 
 }  // namespace xa::hopper

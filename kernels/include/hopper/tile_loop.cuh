@@ -19,7 +19,8 @@ namespace xa::hopper {
 /// `finalize_rows()` after the last softmax. Stores rows as `Out`. Run by all compute warps.
 template <typename Shape, typename Out, typename State, typename Attend>
 __device__ __forceinline__ void for_each_tile(const HopperPrefillParams& prefill, const Pipeline<Shape>& pipeline,
-                                              int32_t warp, State& state, const Attend& attend) {
+                                              int32_t warp, State& state, const int32_t& block_count,
+                                              const Attend& attend) {
   const AttentionParams& params = prefill.attention;
   const int32_t warp_row = 16 * warp;
   const bool is_lane_0 = threadIdx.x % 32 == 0;
@@ -33,7 +34,10 @@ __device__ __forceinline__ void for_each_tile(const HopperPrefillParams& prefill
     rows = uniform(tile.work.tile.num_rows);
     if (rows > 0) {
       const int32_t first = uniform(tile.first_block), end = uniform(tile.end_block);
-      const bool by_tma = Shape::kHasOutputStaging && prefill.stores_by_tma != 0 && warp_row + 16 <= rows;
+      // With a single block, the stage may still hold rows of the other warpgroup's tile before.
+      const bool has_staging = Shape::kStagesOutputInValues ? stages_output_in_values<Shape>(prefill) && first + 1 < end
+                                                            : Shape::kHasOutputStaging && prefill.stores_by_tma != 0;
+      const bool by_tma = has_staging && warp_row + 16 <= rows;
       std::conditional_t<Shape::kSplitsKeys, SplitKvEpilogue<Shape, Out>, Epilogue<Shape, Out>> epilogue(
           prefill, tile, warp_row, by_tma);
       const auto finalize_rows = [&] {
@@ -47,7 +51,13 @@ __device__ __forceinline__ void for_each_tile(const HopperPrefillParams& prefill
       } else {
         finalize_rows();
       }
-      epilogue.store(state, pipeline.output_staging(warp));
+      if constexpr (Shape::kStagesOutputInValues) {
+        // The warp is read again here, because registers are scarcest in the loop over blocks.
+        const int32_t own = uniform(xa::ptx::opaque(threadIdx.x) / 32);
+        epilogue.store(state, by_tma ? pipeline.output_staging(own, block_count) : 0);
+      } else {
+        epilogue.store(state, pipeline.output_staging(warp, block_count));
+      }
     }
     __syncwarp();
     if (is_lane_0) pipeline.tile_empty(tile_state).arrive();
