@@ -53,7 +53,20 @@ __device__ __forceinline__ void compute_tiles(const HopperPrefillParams& prefill
   const AttentionParams& params = prefill.attention;
   const int32_t warp = uniform(threadIdx.x / 32), warpgroup = warp / 4, warp_row = 16 * warp;
   const bool is_lane_0 = threadIdx.x % 32 == 0;
-  const auto sync_warpgroup = [&] { ptx::named_barrier_sync(1 + warpgroup, 128); };
+  const auto sync_warpgroup = [&] {
+    if constexpr (Shape::kHasWarpgroupBlocks) {
+      // Warpgroups come here at different blocks, so each has a barrier instruction of its own.
+      if (warpgroup == 0) {
+        ptx::named_barrier_sync(1, 128);
+      } else if (warpgroup == 1) {
+        ptx::named_barrier_sync(2, 128);
+      } else {
+        ptx::named_barrier_sync(3, 128);
+      }
+    } else {
+      ptx::named_barrier_sync(1 + warpgroup, 128);
+    }
+  };
   const auto release = [&](const Barrier& barrier) {
     if (is_lane_0) barrier.arrive();
   };
