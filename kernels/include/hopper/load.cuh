@@ -7,6 +7,7 @@
 
 #include "hopper/pipeline.cuh"
 #include "hopper/shape.cuh"
+#include "hopper/swizzle_atom.cuh"
 #include "params/hopper_prefill.cuh"
 #include "ptx.cuh"
 #include "work_tile.cuh"
@@ -87,8 +88,12 @@ class TmaLoader {
       return;
     }
     full.wait();
-    clear_rows(to, 0, tile_->visible_begin - first_key);
-    clear_rows(to, tile_->visible_end - first_key, Shape::kKeys);
+    const auto clear_rows = [&](int32_t first, int32_t end) {
+      constexpr int kChunks = Block::kAtomColumns * (kAtomElements / 8);
+      clear_tile_rows<typename Shape::Atom, Block, Shape::kKeys, kChunks>(to, 0, first, end);
+    };
+    clear_rows(0, tile_->visible_begin - first_key);
+    clear_rows(tile_->visible_end - first_key, Shape::kKeys);
     ptx::fence_proxy_async_shared();
     __syncwarp();
     if (lane_ == 0) pipeline_.values_full(state).arrive();
@@ -129,17 +134,6 @@ class TmaLoader {
 #pragma unroll 1
     for (int32_t box = 0; box < column_boxes_; ++box) {
       load(to + box * Block::kLeadingByteOffset, box * kAtomElements);
-    }
-  }
-  /// Clears rows [first, end) of a block.
-  __device__ __forceinline__ void clear_rows(uint32_t to, int32_t first, int32_t end) const {
-    constexpr int kChunks = Block::kAtomColumns * (kAtomElements / 8);
-#pragma unroll 1
-    for (int32_t item = max(first, 0) * kChunks + lane_; item < min(end, Shape::kKeys) * kChunks; item += 32) {
-      const int32_t row = item / kChunks, chunk = item % kChunks;
-      xa::ptx::clear_shared_16(to + row / 8 * Block::kStrideByteOffset +
-                               chunk / (kAtomElements / 8) * Block::kLeadingByteOffset + row % 8 * (2 * kAtomElements) +
-                               chunk % (kAtomElements / 8) * 16);
     }
   }
   /// This lane's box of a block.

@@ -16,6 +16,8 @@
 
 #include <cstdint>
 
+#include "ptx.cuh"
+
 namespace xa::hopper {
 
 /// 8 rows of kColumns 16-bit elements: CU_TENSOR_MAP_SWIZZLE_128B for 64 columns, _64B for 32. The hardware derives the
@@ -35,6 +37,20 @@ struct SwizzleAtom {
   /// The swizzle mode in a matrix descriptor.
   static constexpr uint64_t kSwizzle = kColumns == 64 ? 1 : 2;
 };
+
+/// Clears chunks [first_chunk, first_chunk + kChunks) of rows [first, end) of a tile of kRows rows, or of as many of
+/// these rows as it has. Run by one warp.
+template <typename Atom, typename Block, int kRows, int kChunks>
+__device__ __forceinline__ void clear_tile_rows(uint32_t tile, int32_t first_chunk, int32_t first, int32_t end) {
+  const int32_t items = min(end, kRows) * kChunks;
+#pragma unroll 1
+  for (int32_t item = max(first, 0) * kChunks + threadIdx.x % 32; item < items; item += 32) {
+    const int32_t row = item / kChunks, chunk = first_chunk + item % kChunks;
+    xa::ptx::clear_shared_16(tile + row / 8 * Block::kStrideByteOffset +
+                             chunk / Atom::kChunks * Block::kLeadingByteOffset +
+                             Atom::offset(row % 8, chunk % Atom::kChunks));
+  }
+}
 
 /// wgmma's matrix descriptor of a tile at `address` in shared memory. Offsets are in bytes.
 template <typename Atom>

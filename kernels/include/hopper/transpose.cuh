@@ -64,14 +64,7 @@ class Transposer {
   /// Clears this warp's chunks of rows [first, end) of V as loaded.
   __device__ __forceinline__ void clear_rows(uint32_t from, int32_t first, int32_t end) const {
     if (first >= end) return;
-    const int32_t items = min(end, Shape::kKeys) * kChunks;
-#pragma unroll 1
-    for (int32_t item = max(first, 0) * kChunks + threadIdx.x % 32; item < items; item += 32) {
-      const int32_t row = item / kChunks, chunk = first_chunk_ + item % kChunks;
-      xa::ptx::clear_shared_16(from + row / 8 * From::kStrideByteOffset +
-                               chunk / Atom::kChunks * From::kLeadingByteOffset +
-                               Atom::offset(row % 8, chunk % Atom::kChunks));
-    }
+    clear_tile_rows<Atom, From, Shape::kKeys, kChunks>(from, first_chunk_, first, end);
     __syncwarp();
   }
   /// Transposes this warp's chunks, kBatch times 32 keys of a chunk at once.
