@@ -125,15 +125,20 @@ __device__ __forceinline__ void compute_tiles(const HopperPrefillParams& prefill
   };
 
   int32_t block_count = 0;
-  // Releases blocks that no row of the warpgroup attends to.
+  // Releases a buffer without using it. Once lane 0 has arrived, the buffer may be filled again, which a lane that
+  // still waits for it to be full would miss.
+  const auto pass = [&](const Barrier& full, const Barrier& empty) {
+    full.wait();
+    __syncwarp();
+    release(empty);
+  };
+  // Passes over blocks that no row of the warpgroup attends to.
   const auto pass_blocks = [&](int32_t blocks) {
 #pragma unroll 1
     for (const int32_t end_count = block_count + blocks; block_count < end_count; ++block_count) {
       const KvState now(block_count);
-      pipeline.keys_full(now).wait();
-      release(pipeline.keys_empty(now));
-      pipeline.values_full(now).wait();
-      release(pipeline.values_empty(now));
+      pass(pipeline.keys_full(now), pipeline.keys_empty(now));
+      pass(pipeline.values_full(now), pipeline.values_empty(now));
     }
   };
   const auto attend = [&](const typename Shape::Tile& tile, int32_t first, int32_t end, int32_t tile_count,
@@ -148,8 +153,7 @@ __device__ __forceinline__ void compute_tiles(const HopperPrefillParams& prefill
         }
       }
       if (own_first >= own_end) {
-        pipeline.query_full(tile_count).wait();
-        release(pipeline.query_empty(tile_count));
+        pass(pipeline.query_full(tile_count), pipeline.query_empty(tile_count));
         pass_blocks(end - first);
         finalize_rows();
         return;
