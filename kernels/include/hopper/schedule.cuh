@@ -54,7 +54,7 @@ class TileScheduler {
       if (threadIdx.x % 32 == 0) to.work.tile.num_rows = 0;
       return;
     }
-    if (kVariesHeads && !is_causal_) {
+    if (kKeepsSequencesTogether && !is_causal_) {
       locate_in_sequences(index, packs_per_kv_head, to);
     } else {
       locate_in_groups(index, packs_per_kv_head, to);
@@ -64,7 +64,7 @@ class TileScheduler {
  private:
   /// Whether a sequence's heads follow each other, because rows of K, V and O of adjacent heads are adjacent in DRAM: 1
   /// to 3 % faster. At smaller D it gains nothing, and the load warps have too few registers for it.
-  static constexpr bool kVariesHeads = Shape::kHeadDim >= 128;
+  static constexpr bool kKeepsSequencesTogether = Shape::kHeadDim >= 128;
 
   /// Tiles of these sequences. 32 bits hold their numbers: every tile has rows of q of its own, so that 2^31 tiles
   /// would take 256 GB.
@@ -91,7 +91,7 @@ class TileScheduler {
     tiles_per_head_ = __reduce_add_sync(~0u, tiles_of_sequence());
     if (is_causal_) {
       choose_groups(is_selected);
-    } else if constexpr (!kVariesHeads) {
+    } else if constexpr (!kKeepsSequencesTogether) {
       has_seq_groups_ = false;
       group_size_ = first_group_size_ = 1;
     } else {
@@ -117,7 +117,7 @@ class TileScheduler {
     const uint32_t all_heads = params_.num_kv_heads, all_seqs = min(num_seqs_ - first_, 32);
     const float seqs = __fdividef(heads * all_seqs, all_heads);
     has_seq_groups_ = false;
-    if constexpr (kVariesHeads) has_seq_groups_ = have_equal_lengths(all_seqs, is_selected) && seqs >= 1.0f;
+    if constexpr (kKeepsSequencesTogether) has_seq_groups_ = have_equal_lengths(all_seqs, is_selected) && seqs >= 1.0f;
     const uint32_t all = has_seq_groups_ ? all_seqs : all_heads;
     const uint32_t groups = max(static_cast<uint32_t>(__fdividef(all, has_seq_groups_ ? seqs : heads)), 1u);
     group_size_ = (all + groups - 1) / groups;
