@@ -60,7 +60,7 @@ class TmaLoader {
     const int32_t first_key = block * Shape::kKeys;
     const bool clears = kClears && (first_key < tile_->visible_begin || first_key + Shape::kKeys > tile_->visible_end);
     Barrier full = kOfKeys ? pipeline_.keys_full(state) : pipeline_.loaded_values_full(state);
-    if (clears) full = pipeline_.partial_values_full(count);
+    if (clears) full = pipeline_.partial_values_full(partial_blocks_);
     const uint32_t to = kOfKeys ? pipeline_.keys(state.stage) : pipeline_.loaded_values(state.stage);
     const TensorMap& map = kOfKeys ? params_.k : params_.v;
     wait_for_stage(count);
@@ -82,11 +82,8 @@ class TmaLoader {
         load_box(box_to, map, full.address, column, start_ + first_key, 0, head_, 0);
       });
     }
-    if constexpr (!kClears) return;
-    if (!clears) {
-      if (lane_ == 0) pipeline_.partial_values_full(count).arrive();
-      return;
-    }
+    if (!clears) return;
+    ++partial_blocks_;
     full.wait();
     const auto clear_rows = [&](int32_t first, int32_t end) {
       constexpr int kChunks = Block::kAtomColumns * (kAtomElements / 8);
@@ -162,7 +159,8 @@ class TmaLoader {
   const int32_t box_row_groups_;
   const int32_t boxes_per_block_;
   const int32_t column_boxes_;
-  Box next_box_;  // of the block that is loaded next: its page is looked up one block ahead
+  Box next_box_;                // of the block that is loaded next: its page is looked up one block ahead
+  int32_t partial_blocks_ = 0;  // blocks of which rows have been cleared
   int32_t head_;
   int32_t start_;
   const PrefillTile* tile_;

@@ -130,8 +130,7 @@ class Pipeline {
   __device__ __forceinline__ Barrier loaded_values_empty(PipelineState<kStages> state) const {
     return kHasTranspose ? barrier(kLoadedValuesEmpty, state) : values_empty(state);
   }
-  /// The CTA's block of V number `count` is loaded, if the V warp clears rows of it. The V warp arrives here for every
-  /// block, so that phases follow `count`.
+  /// The CTA's block of V number `count`, of those of which the V warp clears rows, is loaded.
   __device__ __forceinline__ Barrier partial_values_full(int32_t count) const {
     return barrier(kPartialValuesFull, count & 1);
   }
