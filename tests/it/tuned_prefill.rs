@@ -190,8 +190,9 @@ fn batches_of_short_sequences_agree_with_the_reference() {
     }
 }
 
-/// More tiles than an H200 has SMs, so that some CTAs have several. Sequences of the same length come in groups of their own;
-/// tiles of one block of keys come between longer ones, whose rows may be staged in V.
+/// Sequences of the same length, which are grouped by sequences, and tiles of one block of keys between longer ones, whose rows may
+/// be staged in V: from D 128 on more tiles than an H200 has SMs, so that some CTAs have several. Then a sequence long enough for
+/// tiles of three warpgroups at D 64.
 #[test]
 fn batches_of_many_tiles_agree_with_the_reference() {
     let (equal, mixed) = (vec![(200, 200); 10], [(40, 40), (200, 200), (30, 20)].repeat(6));

@@ -144,7 +144,7 @@ class Pipeline {
   __device__ __forceinline__ Barrier first_keys_loaded() const { return barrier(kFirstKeysLoaded, 0); }
   /// The rows of O that a warpgroup staged in V after the CTA's tile number `tile_count` have left it.
   __device__ __forceinline__ Barrier output_left(int32_t warpgroup, int32_t tile_count) const {
-    return Barrier{barrier(kOutputLeft, 0).address + 8 * warpgroup, static_cast<uint32_t>(tile_count & 1)};
+    return barrier(kOutputLeft + warpgroup, tile_count & 1);
   }
 
   __device__ __forceinline__ uint32_t query() const { return address_; }

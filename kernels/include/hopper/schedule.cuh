@@ -3,10 +3,10 @@
 // the K warp has loaded most of the tile before.
 //
 // Tile indices ascend over batches of 32 sequences (one per lane). Under a causal mask they ascend, in such a batch,
-// over groups of heads, and in a group over tiles in LPT order: those that end at the largest number of keys first;
-// heads vary fastest. Groups are FlashAttention's L2 head swizzle. Without a causal mask tiles of a head follow each
-// other, those with the last query rows first. A CTA's first tile has the CTA's index, each further one the next value
-// of the counter `next_tile`, so that all CTAs finish at about the same time.
+// over groups of heads or of sequences, and in a group over tiles in LPT order: those that end at the largest number of
+// keys first; heads vary fastest. Groups are FlashAttention's L2 head swizzle. Without a causal mask tiles of a head
+// follow each other, those with the last query rows first. A CTA's first tile has the CTA's index, each further one the
+// next value of the counter `next_tile`, so that all CTAs finish at about the same time.
 #pragma once
 
 #include <cstdint>

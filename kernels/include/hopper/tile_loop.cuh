@@ -16,7 +16,8 @@ namespace xa::hopper {
 
 /// Calls `attend(tile, first, end, tile_count, finalize_rows)` for each tile of the CTA that has blocks of keys: blocks
 /// [first, end), for the CTA's tile number `tile_count`. It must leave the final O in `state` and call
-/// `finalize_rows()` after the last softmax. Stores rows as `Out`. Run by all compute warps.
+/// `finalize_rows()` after the last softmax. Stores rows as `Out`. Run by all compute warps. `block_count` is the
+/// number of the CTA's blocks so far, which `attend` counts.
 template <typename Shape, typename Out, typename State, typename Attend>
 __device__ __forceinline__ void for_each_tile(const HopperPrefillParams& prefill, const Pipeline<Shape>& pipeline,
                                               int32_t warp, State& state, const int32_t& block_count,
