@@ -10,7 +10,7 @@
 //   XA_SHAPE     prefill, decode, decode_8warps (include/tile_shape.cuh)
 //   XA_LOGITS    none, softcap_alibi (include/logits_transform.cuh)
 // Launch: Shape::kThreads threads. Prefill: a grid of Hkv * n, n at least the number of tiles per KV head; decode: Hkv
-// by any number of work ranges. Shape::kSharedBytes of dynamic shared memory, plus Shape::kMergedRowsBytes in decode
+// by any number of work ranges. Shape::kSharedBytes of dynamic shared memory, plus Shape::kFixedSplitsBytes in decode
 // with batch_invariant.
 
 #include "decode.cuh"

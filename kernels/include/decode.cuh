@@ -3,6 +3,7 @@
 
 #include <cstdint>
 
+#include "fixed_splits.cuh"
 #include "params/attention.cuh"
 #include "query_rows.cuh"
 #include "softmax.cuh"
@@ -14,18 +15,31 @@
 namespace xa {
 
 /// Computes one work tile, from loading its query rows to storing its result.
-template <typename Shape, typename T, typename Stored, typename LogitsTransform, typename MakeLoop>
-__device__ __forceinline__ void attend_work_tile(const AttentionParams& params, const WorkTile& work, uint8_t* shared,
-                                                 const MakeLoop& make_loop) {
+template <typename Shape, typename T, typename Stored, typename LogitsTransform, bool kFixedSplits, typename MakeLoop>
+__device__ __forceinline__ void attend_work_tile(const AttentionParams& params, const WorkTile& work,
+                                                 const WorkRange& range, uint8_t* shared, const MakeLoop& make_loop) {
   const uint32_t query_rows = ptx::shared_address(shared);
   float* const row_factors = Shape::kIsFp8 ? reinterpret_cast<float*>(shared + Shape::kFactorsOffset) : nullptr;
-  SoftmaxState<Shape::kRowTiles, Shape::kHeadDim / 8> state;
+  using State = SoftmaxState<Shape::kRowTiles, Shape::kHeadDim / 8>;
+  using Writer = RowWriter<T, Shape::kIsFp8>;
   const LogitsTransform transform(params, row_factors);
   auto loop = make_loop(work);
   fetch_query<Shape, T, Stored>(params, work, shared, row_factors);
+  if constexpr (kFixedSplits) {
+    if (range.fixed_split_chunks > 0) {
+      loop.template attend_fixed_splits<State>(
+          range, query_rows, transform, [&](const State& state, uint32_t area, int32_t begin) {
+            const int32_t offset = area != 0 ? static_cast<int32_t>(area - query_rows) : FixedSplits<Shape>::kNoArea;
+            const Writer writer(params, work.tile, work.kv_head);
+            store_fixed_split<Shape>(params, work, range, writer, state, offset, begin, shared, transform.log2_unit());
+          });
+      return;
+    }
+  }
+  State state;
   loop.attend(state, query_rows, transform);
   __syncthreads();
-  const RowWriter<T, Shape::kIsFp8> writer(params, work.tile, work.kv_head);
+  const Writer writer(params, work.tile, work.kv_head);
   store_result<Shape>(params, work, writer, state, shared, transform.log2_unit());
 }
 
@@ -41,7 +55,7 @@ __device__ __forceinline__ void decode_work_range(const AttentionParams& params,
   init_work_tile<LogitsTransform>(params, work);
   partition_work<Shape::kThreads, Shape::kRows, kKvChunkKeys, kFixedSplits>(params, work, range, index);
   while (work.tile.num_rows != 0) {
-    attend_work_tile<Shape, T, Stored, LogitsTransform>(params, work, shared, make_loop);
+    attend_work_tile<Shape, T, Stored, LogitsTransform, kFixedSplits>(params, work, range, shared, make_loop);
     next_work_tile<Shape::kRows, kKvChunkKeys>(params, work, range, index.index);
   }
   store_split_record<Shape::kRows>(params, work, range, index.index);

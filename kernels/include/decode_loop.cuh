@@ -10,6 +10,7 @@
 #include "row_pairs.cuh"
 #include "softmax.cuh"
 #include "tile_math.cuh"
+#include "work_range.cuh"
 #include "work_tile.cuh"
 
 namespace xa {
@@ -28,7 +29,9 @@ template <typename Shape, typename T, typename Stored>
 class DecodeLoop {
   using Math = TileMath<T, Stored, typename Shape::Rows, 1, Shape::kKeys, Shape::kHeadDim>;
   static constexpr int kStages = Shape::kStages, kStep = Shape::kKeys * Shape::kKeyWarps;
-  static constexpr bool kHoldsQuery = Shape::kQueryRowBytes <= 256;
+  /// Whether a stage has room for the warp's output, so that the other stages may be loading while outputs are merged.
+  static constexpr bool kLoadsAhead = 2 * Shape::kBlockBytes >= 16 * Shape::kHeadDim * 4;
+  using Query = QueryFragments<1, Shape::kHeadDim, sizeof(T), Shape::kHoldsQuery>;
 
  public:
   /// `rings` is the shared address of the CTA's rings. Issues the first loads of page ids.
@@ -46,32 +49,93 @@ class DecodeLoop {
   __device__ __forceinline__ void attend(State& state, uint32_t query_rows, const LogitsTransform& transform) {
 #pragma unroll 1
     for (int32_t stage = 0; stage < kStages; ++stage) fetch(stage, first_key_ + stage * kStep);
-    ptx::cp_async_wait<kStages>();
-    __syncthreads();
-    QueryFragments<1, Shape::kHeadDim, sizeof(T), kHoldsQuery> query(query_rows);
-    query.fill();
+    Query query = wait_for_query(query_rows);
 
     int32_t stage = 0;
 #pragma unroll 1
     for (int32_t key = first_key_; key < work_.keys.end; key += kStep) {
       const int32_t next = ptx::opaque(key) + kStages * kStep;
-      wait_for_blocks(stage, key);
-      float scores[1][Shape::kKeys / 8][4];
-      Math::scores(scores, query, keys(stage), params_);
-      transform.template apply<T>(scores[0], transform.rows(work_, 0), key);
-      const bool masked = key < work_.keys.common_begin || key + Shape::kKeys > work_.keys.common_end;
-      if (masked) apply_mask(scores[0], params_, work_.tile, 0, key);
-      state.update(0, scores[0], transform.log2_unit(), work_.tile.num_rows > 8);
-      Math::accumulate(state.output, scores, keys(stage) + Shape::kBlockBytes, params_);
-      // All lanes must have read the blocks before they are overwritten.
-      __syncwarp();
+      attend_block(state, query, transform, stage, key);
       fetch(stage, next);
-      stage = stage + 1 == kStages ? 0 : stage + 1;
+      stage = next_stage(stage);
     }
     state.finish();
   }
 
+  /// batch_invariant: as `attend`, but computes each fixed-size split of the work tile from a fresh state, and then calls
+  /// `store(state, area, begin)` in all warps. `area` is the shared address of memory for the warp's output; 0: the warp
+  /// had no keys of the split, which begins at chunk `begin` of the tile. `store` ends with a barrier of the CTA.
+  template <typename State, typename LogitsTransform, typename Store>
+  __device__ __forceinline__ void attend_fixed_splits(const WorkRange& range, uint32_t query_rows,
+                                                      const LogitsTransform& transform, const Store& store) {
+    int32_t stage = 0, key = first_key_, begin = range.split_begin;
+    fill(stage, key, kLoadsAhead ? work_.keys.end : fixed_split_end(range, begin));
+    const Query query = wait_for_query(query_rows);
+
+#pragma unroll 1
+    while (begin < range.split_end) {
+      State state;
+      const int32_t end = fixed_split_end(range, begin);
+      const bool has_keys = key < end;
+#pragma unroll 1
+      while (key < end) {
+        attend_block(state, query, transform, stage, key);
+        key += kStep;
+        const int32_t next = key + (kStages - 1) * kStep;
+        if (!kLoadsAhead) {
+          fetch_before(end, stage, next);
+        } else if (key < end) {
+          fetch(stage, next);
+        }
+        stage = next_stage(stage);
+      }
+      state.finish();
+      // The stage of the split's last block is free: its next block is fetched after `store`.
+      const int32_t free_stage = stage == 0 ? kStages - 1 : stage - 1;
+      if (kLoadsAhead) {
+        store(state, has_keys ? keys(free_stage) : 0, begin);
+        if (has_keys) fetch(free_stage, key + (kStages - 1) * kStep);
+      } else {
+        store(state, ring_, begin);
+      }
+      begin += range.fixed_split_chunks;
+      if (!kLoadsAhead) fill(stage, key, fixed_split_end(range, begin));
+    }
+  }
+
  private:
+  /// The end of the keys of the fixed-size split that begins at chunk `begin` of the tile.
+  __device__ __forceinline__ int32_t fixed_split_end(const WorkRange& range, int32_t begin) const {
+    const int32_t end = begin + range.fixed_split_chunks;
+    return end < range.split_end ? (range.first_chunk + end) * kStep : work_.keys.end;
+  }
+  static __device__ __forceinline__ int32_t next_stage(int32_t stage) { return stage + 1 == kStages ? 0 : stage + 1; }
+
+  /// Waits for the query rows, which are the cp.async group before those of the first blocks.
+  static __device__ __forceinline__ Query wait_for_query(uint32_t query_rows) {
+    ptx::cp_async_wait<kStages>();
+    __syncthreads();
+    Query query(query_rows);
+    query.fill();
+    return query;
+  }
+
+  /// Updates `state` by the blocks of a stage, which begin at `key`.
+  template <typename State, typename LogitsTransform>
+  __device__ __forceinline__ void attend_block(State& state, const Query& query, const LogitsTransform& transform,
+                                               int32_t stage, int32_t key) const {
+    wait_for_blocks(stage, key);
+    float scores[1][Shape::kKeys / 8][4];
+    Math::scores(scores, query, keys(stage), params_);
+    transform.template apply<T>(scores[0], transform.rows(work_, 0), key);
+    const bool masked = key < work_.keys.common_begin || key + Shape::kKeys > work_.keys.common_end;
+    if (masked) apply_mask(scores[0], params_, work_.tile, 0, key);
+    state.update(0, scores[0], transform.log2_unit(), work_.tile.num_rows > 8);
+    Math::accumulate(state.output, scores, keys(stage) + Shape::kBlockBytes, params_);
+    // All lanes must have read the blocks before they are overwritten.
+    __syncwarp();
+  }
+
   static __device__ __forceinline__ void wait() {
     ptx::cp_async_wait<kStages - 1>();
     __syncwarp();
@@ -87,6 +151,20 @@ class DecodeLoop {
 
   /// Shared address of a stage's block of K; the block of V follows it.
   __device__ __forceinline__ uint32_t keys(int32_t stage) const { return ring_ + stage * 2 * Shape::kBlockBytes; }
+
+  /// Starts to copy the first blocks, from `key` and `stage` on, to all stages.
+  __device__ __forceinline__ void fill(int32_t stage, int32_t key, int32_t end) {
+#pragma unroll 1
+    for (int i = 0; i < kStages; ++i, key += kStep, stage = next_stage(stage)) fetch_before(end, stage, key);
+  }
+  /// As `fetch`, but leaves blocks from `end` on to a later call.
+  __device__ __forceinline__ void fetch_before(int32_t end, int32_t stage, int32_t key) {
+    if (key < end) {
+      fetch(stage, key);
+    } else {
+      ptx::cp_async_commit();
+    }
+  }
 
   /// Starts to copy the next blocks, which begin at `key`. Past the end of the keys it commits an empty group, so that
   /// the number of pending groups stays the same.

@@ -65,10 +65,11 @@ struct QueryScale {
 template <typename Shape, typename Stored>
 __device__ __forceinline__ void convert_query(const AttentionParams& params, const RowMap& map, uint8_t* destination,
                                               float* row_factors) {
-  const int32_t lane = threadIdx.x % 32, column = 8 * lane;
+  // Opaque: addresses are computed for each tile, because in registers throughout the loop over keys they spill.
+  const int32_t thread = ptx::opaque(threadIdx.x), lane = thread % 32, column = 8 * lane;
   static_assert(Shape::kHeadDim <= 256);
 #pragma unroll 2
-  for (int32_t row = threadIdx.x / 32; row < Shape::kRows; row += Shape::kWarps) {
+  for (int32_t row = thread / 32; row < Shape::kRows; row += Shape::kWarps) {
     float factor = 1.0f;
     uint4 x = make_uint4(0, 0, 0, 0);
     const bool live = row < map.num_rows && column < params.head_dim;

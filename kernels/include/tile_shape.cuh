@@ -9,7 +9,7 @@
 // Shared memory: the query rows, each followed by 16 unused bytes, then the rings (one per CTA in prefill, one per warp
 // in decode), each of kStages blocks of K and as many of V (shared_rows.cuh). At the end of a work tile in decode, the
 // warps' states replace both. What outlives a work tile follows: the CTA's WorkTile; in decode its WorkRange; with fp8
-// the factors of the query rows; in fused the rings' mbarriers; with batch_invariant the merged rows.
+// the factors of the query rows; in fused the rings' mbarriers; with batch_invariant the memory of FixedSplits.
 #pragma once
 
 #include <cstdint>
@@ -39,6 +39,8 @@ struct TileShape : tiles::Attention<Shape, sizeof(Stored), kHeadDim_> {
   static constexpr bool kIsFp8 = sizeof(Stored) == 1;
   static constexpr int kQueryRowBytes = kHeadDim * static_cast<int>(sizeof(T));
   static constexpr int kQueryPitch = kQueryRowBytes + 16;
+  /// Decode: whether a warp keeps the query rows in registers.
+  static constexpr bool kHoldsQuery = kQueryRowBytes <= 256;
   static constexpr int kRowBytes = kHeadDim * static_cast<int>(sizeof(Stored));
   static constexpr bool kLoadsByTma = std::is_same_v<Shape, tiles::shape_fused>;
   /// Prefill is bound by arithmetic and registers: padded rows need the least address arithmetic. Decode is bound by
@@ -62,20 +64,24 @@ struct TileShape : tiles::Attention<Shape, sizeof(Stored), kHeadDim_> {
   static constexpr int kFactorsOffset = kWorkRangeOffset + (kSplitsKeys ? static_cast<int>(sizeof(WorkRange)) : 0);
   /// One mbarrier for each stage of each ring.
   static constexpr int kBarriersOffset = kFactorsOffset + (kIsFp8 ? 4 * kRows : 0);
-  /// MergedRows (tile_result.cuh): only launches with batch_invariant have this memory.
-  static constexpr int kMergedRowsOffset = kBarriersOffset + (kLoadsByTma ? kRings * 8 * Config::kStages : 0);
-  static constexpr int kMergedRowsBytes = kSplitsKeys ? kRows * kHeadDim * 4 + 2 * kRows * 8 : 0;
+
+  /// FixedSplits (fixed_splits.cuh): only launches with batch_invariant have this memory. The first merged rows take the
+  /// place of the query rows if these are in registers.
+  static constexpr int kFixedSplitsOffset = kBarriersOffset + (kLoadsByTma ? kRings * 8 * Config::kStages : 0);
+  static constexpr int kMergedRowsInQuery = kHoldsQuery ? kRows / 2 : 0;
+  static constexpr int kFixedSplitsBytes =
+      kSplitsKeys ? (kRows - kMergedRowsInQuery) * kHeadDim * 4 + (2 + Config::kKeyWarps) * kRows * 8 + 32 : 0;
 
   static constexpr int kMaxKilobytes =
       std::is_same_v<Shape, tiles::shape_fused> ? 227 : (std::is_same_v<Shape, tiles::shape_decode_8warps> ? 163 : 99);
   static_assert(Config::kRowWarps == 1 || Config::kKeyWarps == 1, "warps divide either rows or keys");
-  static_assert(Config::kSharedBytes == kMergedRowsOffset + (kLoadsByTma ? 1024 : 0),
+  static_assert(Config::kSharedBytes == kFixedSplitsOffset + (kLoadsByTma ? 1024 : 0),
                 "shared_bytes in variants.toml is what the launch asks for; TMA boxes are aligned to 1024 bytes");
   static_assert(Config::kSharedBytes % 16 == 0, "merged rows are stored as float4");
   static_assert(!kLoadsByTma || (kBarriersOffset % 8 == 0 && kBarriersOffset >= kWarpStatesBytes),
                 "mbarriers are aligned to 8 bytes and lie past the warps' states");
   static_assert(kRingsOffset % 128 == 0, "rings begin at a multiple of 128 bytes");
-  static_assert(Config::kSharedBytes + kMergedRowsBytes <= kMaxKilobytes * 1024,
+  static_assert(Config::kSharedBytes + kFixedSplitsBytes <= kMaxKilobytes * 1024,
                 "sm_86, sm_89 and sm_120 give a CTA 99 KB, sm_80 163, sm_90 227");
 };
 

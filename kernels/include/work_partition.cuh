@@ -121,7 +121,7 @@ class WorkPartitioner {
   __device__ __forceinline__ void clear() const {
     work_.tile.num_rows = 0;
     work_.maxima = raises_starts_ ? StartMaxima{0, 0} : kStartsAscend;
-    range_.work_tile_index = -1;
+    range_.has_begun = 0;
     range_.end = INT64_MAX;
     range_.start_split.tile_chunks = 0;
   }
@@ -315,7 +315,7 @@ __device__ __forceinline__ void partition_work(const AttentionParams& params, Wo
   }
   __syncthreads();
   // No work tile has started yet if the range is empty or starts with the tile after the boundary's.
-  if (range.work_tile_index < 0) next_work_tile<kRows, kKvChunkKeys>(params, work, range, index.index);
+  if (range.has_begun == 0) next_work_tile<kRows, kKvChunkKeys>(params, work, range, index.index);
 }
 
 /// Writes the SplitRecord of the tile inside of which the work range starts, if any. Tiles are split alike in all KV

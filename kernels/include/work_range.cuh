@@ -1,7 +1,7 @@
 // A CTA's work range of a decode launch (work_partition.cuh), and the iteration over its work tiles.
 //
-// A work tile is what the CTA computes at a time: a whole tile, a split of a tile, or with batch_invariant one
-// fixed-size split.
+// A work tile is what the CTA computes at a time: a whole tile or a split of a tile. With batch_invariant the latter is
+// one or more whole fixed-size splits.
 #pragma once
 
 #include <cstdint>
@@ -43,15 +43,13 @@ struct WorkRange {
   int32_t tiles_left;   // of the sequence, after the current one
   int32_t split_begin;  // the range's chunks of the tile, counted from the tile's first
   int32_t split_end;
-  int32_t work_tile_index;    // of the current work tile within the split; -1 before the first work tile
-  int32_t work_tile_end;      // chunk of the tile
-  int32_t partial_row;        // in the workspace, for row 0 of the result; -1: the result goes to out and lse
-  int32_t merges;             // whether the split's work tiles are merged in shared memory (MergedRows)
-  int32_t first_tile_chunks;  // of each tile of the first sequence
+  int32_t has_begun;           // 0 before the first work tile
+  int32_t fixed_split_chunks;  // batch_invariant: of each fixed-size split of the tile, 1 << fixed_split_shift; else 0
+  int32_t fixed_split_shift;
+  int32_t partial_row;         // in the workspace, for row 0 of the result; -1: the result goes to out and lse
+  int32_t first_tile_chunks;   // of each tile of the first sequence
   LiveRows live;
   int64_t warp_totals[2][12];  // scratch of the prefix sums
-
-  __device__ __forceinline__ bool is_last_work_tile() const { return work_tile_end == split_end; }
 };
 
 static_assert(sizeof(WorkRange) == 352, "shared_bytes in variants.toml include it");
@@ -93,8 +91,7 @@ class WorkRangeIterator {
 
   /// Advances to the next work tile, in lane `lane` of the warp. At the end of the range, WorkTile::tile has no rows.
   __device__ __forceinline__ void next(int32_t lane) const {
-    const bool is_new = range_.work_tile_index < 0, is_in_split = !is_new && range_.work_tile_end < range_.split_end;
-    const int32_t begin = is_new ? range_.split_begin : (is_in_split ? range_.work_tile_end : range_.split_end);
+    const int32_t begin = range_.has_begun != 0 ? range_.split_end : range_.split_begin;
     const bool is_in_range = range_.tile_begin + begin < range_.end && work_.tile.num_rows > 0;
     const bool is_in_tile = begin < range_.tile_chunks;
     __syncwarp();
@@ -102,8 +99,6 @@ class WorkRangeIterator {
     if (ptx::opaque(lane) != 0) return;
     if (!is_in_range) {
       work_.tile.num_rows = 0;
-    } else if (is_in_split) {
-      begin_work_tile(range_.kv_split, range_.work_tile_index + 1, begin);
     } else {
       const int64_t left = range_.end - range_.tile_begin;
       begin_split(range_.kv_split, is_in_tile ? begin : 0,
@@ -113,9 +108,18 @@ class WorkRangeIterator {
 
   /// Starts the split of chunks `begin` to `end` of the current tile.
   __device__ __forceinline__ void begin_split(const KvSplit& kv_split, int32_t begin, int32_t end) const {
+    const int32_t chunks = range_.tile_chunks;
+    const int32_t shift = kv_split.max_fixed_splits > 0 ? kv_split.fixed_split_shift(chunks) : 0;
+    KeyRange keys = visible_keys(params_, work_.tile);
+    if (begin > 0) keys.begin = max(keys.begin, (range_.first_chunk + begin) * kKvChunkKeys);
+    if (end < chunks) keys.end = min(keys.end, (range_.first_chunk + end) * kKvChunkKeys);
+    work_.keys = keys.begin < keys.end ? keys : KeyRange{0, 0, 0, 0};
     range_.split_begin = begin;
     range_.split_end = end;
-    begin_work_tile(kv_split, 0, begin);
+    range_.has_begun = 1;
+    range_.fixed_split_shift = shift;
+    range_.fixed_split_chunks = kv_split.max_fixed_splits > 0 ? 1 << shift : 0;
+    range_.partial_row = begin == 0 && end == chunks ? -1 : partial_row(kv_split, begin >> shift);
   }
 
  private:
@@ -154,24 +158,8 @@ class WorkRangeIterator {
     __syncwarp();
   }
 
-  /// Starts work tile `index` of the split, at chunk `begin` of the tile.
-  __device__ __forceinline__ void begin_work_tile(const KvSplit& kv_split, int32_t index, int32_t begin) const {
-    const int32_t chunks = range_.tile_chunks, split_begin = range_.split_begin, split_end = range_.split_end;
-    const int32_t shift = kv_split.max_fixed_splits > 0 ? kv_split.fixed_split_shift(chunks) : 0;
-    const int32_t end = kv_split.max_fixed_splits > 0 ? min(begin + (1 << shift), split_end) : split_end;
-    KeyRange keys = visible_keys(params_, work_.tile);
-    if (begin > 0) keys.begin = max(keys.begin, (range_.first_chunk + begin) * kKvChunkKeys);
-    if (end < chunks) keys.end = min(keys.end, (range_.first_chunk + end) * kKvChunkKeys);
-    work_.keys = keys.begin < keys.end ? keys : KeyRange{0, 0, 0, 0};
-    range_.work_tile_index = index;
-    range_.work_tile_end = end;
-    range_.merges = split_begin == 0 && (index > 0 || end < split_end);
-    const bool is_whole = split_begin == 0 && split_end == chunks;
-    range_.partial_row = is_whole ? -1 : partial_row(kv_split, begin >> shift);
-  }
-
-  /// The partial row of row 0 of a split that is not a whole tile; with batch_invariant, of its fixed-size split
-  /// `split`.
+  /// The partial row of row 0 of a split that is not a whole tile and starts, with batch_invariant, with fixed-size
+  /// split `split`.
   __device__ __forceinline__ int32_t partial_row(const KvSplit& kv_split, int32_t split) const {
     if (kv_split.max_fixed_splits == 0) {
       return range_.split_begin > 0 ? start_partial_row<kRows>(range_index_)

@@ -59,9 +59,9 @@ impl AttentionTile {
     /// Dynamic shared memory of a decode launch: enough that at most `ctas_per_sm` CTAs fit on an SM. Those saturate DRAM;
     /// with more, the CTAs would be shorter and their last wave, in which SMs run idle, a larger part of the time.
     pub(super) fn decode_shared_memory(&self, problem: &Attention, device: &Device) -> u32 {
-        let merged_rows = if problem.batch_invariant { self.merged_rows_bytes() } else { 0 };
+        let fixed_splits = if problem.batch_invariant { self.fixed_splits_bytes() } else { 0 };
         let min_bytes = device.shared_memory_per_sm / (self.ctas_per_sm + 1) - device.reserved_per_block + 128;
-        (self.shared_bytes + merged_rows).max(min_bytes)
+        (self.shared_bytes + fixed_splits).max(min_bytes)
     }
 
     /// Factor from the kernel's scores to logits in base 2: `log2_unit()` of `kernels/include/logits_transform.cuh`.
@@ -69,9 +69,12 @@ impl AttentionTile {
         if transforms_logits(problem) { 1.0 } else { problem.score.softmax_scale * LOG2_E }
     }
 
-    /// Additional shared memory of decode with `batch_invariant`: `kMergedRowsBytes` of `kernels/include/tile_shape.cuh`.
-    fn merged_rows_bytes(&self) -> u32 {
-        (self.rows() * (4 * i64::from(self.head_dim) + 16)) as u32
+    /// Additional shared memory of decode with `batch_invariant`: `kFixedSplitsBytes` of `kernels/include/tile_shape.cuh`.
+    fn fixed_splits_bytes(&self) -> u32 {
+        let query_row_bytes = self.head_dim * self.bytes.max(2);
+        let rows = self.rows() as u32;
+        let merged_rows = if query_row_bytes <= 256 { rows - rows / 2 } else { rows };
+        merged_rows * 4 * self.head_dim + (2 + self.key_warps) * rows * 8 + 32
     }
 }
 
