@@ -94,10 +94,10 @@ def fa3(case, q, k, v, cu_seqlens_q, cu_seqlens_k):
         from fa3_fwd_interface import flash_attn_func, flash_attn_varlen_func
 
         if not case.is_ragged():
-            return lambda: flash_attn_func(q, k, v, causal=case.causal)
+            return lambda: flash_attn_func(q, k, v, causal=case.causal, softcap=case.softcap)
         starts = (cu_seqlens_q, cu_seqlens_k, max(case.q_lens), max(case.lens))
-        return lambda: flash_attn_varlen_func(q, k, v, *starts, causal=case.causal)
-    if (operator := fa3_operator()) is None:
+        return lambda: flash_attn_varlen_func(q, k, v, *starts, causal=case.causal, softcap=case.softcap)
+    if (operator := fa3_operator()) is None or case.softcap:
         return None
     options = {"is_causal": case.causal}
     if case.window >= 0:

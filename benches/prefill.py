@@ -26,7 +26,7 @@ def packed_operands(case):
 
 def ours_packed(case, q, k, v, cu_q, cu_k):
     """Our call over packed keys."""
-    options = {"causal": case.causal, "window": (case.window, -1)}
+    options = {"causal": case.causal, "window": (case.window, -1), "softcap": case.softcap}
     return flash_attn_varlen(q, k, v, cu_q, cu_seqlens_k=cu_k, **options)
 
 
@@ -34,6 +34,8 @@ def contiguous_calls(case, table=peers.PREFILL):
     """Our call and those of the peers over packed keys, by name."""
     operands = packed_operands(case)
     ours = ours_packed(case, *operands)
+    if case.softcap:
+        table = {"fa3": table["fa3"]}
     if not case.fp8:
         return {"ours": ours} | prepare_peers(table, case, *operands)
     fp8 = *(x.to(torch.float8_e4m3fn) for x in operands[:3]), *operands[3:]

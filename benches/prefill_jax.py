@@ -163,7 +163,8 @@ def compare(only, call_of, operands_of, factor):
     """
     rows, ratios = [], []
     for case in CASES:
-        if case.page_size or case.window >= 0 or case.fp8 or (only and not any(word in case.name for word in only)):
+        is_plain = not case.page_size and case.window < 0 and not case.fp8 and not case.softcap
+        if not is_plain or (only and not any(word in case.name for word in only)):
             continue
         operands = [*starts_of(case), *operands_of(case)]
         times = seconds(agreeing(programs(case, call_of), operands), operands)
