@@ -8,7 +8,7 @@
 //   XA_DTYPE     f16, bf16
 //   XA_HEAD_DIM  the bucket: D and Dv up to it are padded with zeros in shared memory (include/hopper/shape.cuh)
 //   XA_STORAGE   contiguous, paged
-//   XA_LOGITS    none, softcap_alibi (include/logits_transform.cuh)
+//   XA_LOGITS    none, softcap, softcap_alibi (include/logits_transform.cuh)
 // Launch: any number of CTAs of kThreads threads with kSharedBytes of dynamic shared memory, kCtasPerSm per SM.
 
 #include "element.cuh"

@@ -2,7 +2,7 @@
 //! to them, against the reference on every device; and on Hopper, that these kernels were launched.
 
 use crate::support::{
-    ALIBI, AttentionCase, BF16, BatchSpec, Dtypes, F16, F32, KvLayout, Mask, MemoryLayout, PairwiseOptions,
+    ALIBI, Alibi, AttentionCase, BF16, BatchSpec, Dtypes, F16, F32, KvLayout, Mask, MemoryLayout, PairwiseOptions,
     ReferenceCase, ScaleKind, Side, assert_named_matches_reference, for_both_sides, skips_slow_test,
 };
 
@@ -291,8 +291,8 @@ fn many_fused_decode_sequences_agree_with_the_reference() {
 #[cfg(feature = "cuda")]
 mod on_their_own_gpu {
     use super::{
-        AttentionCase, BF16, BatchSpec, Dtypes, F16, F32, F32_HEAD_DIMS, FP8_HEAD_DIMS, HEAD_DIMS, KvLayout, Mask,
-        MemoryLayout, between_tiles, head_dims_between_tiles,
+        Alibi, AttentionCase, BF16, BatchSpec, Dtypes, F16, F32, F32_HEAD_DIMS, FP8_HEAD_DIMS, HEAD_DIMS, KvLayout,
+        Mask, MemoryLayout, between_tiles, head_dims_between_tiles,
     };
     use crate::support::device::{BufferPadding, Gpu};
     use crate::support::log_capture::{assert_logged, log};
@@ -302,14 +302,15 @@ mod on_their_own_gpu {
     fn tuned_kernels_are_chosen() {
         let Some(gpu) = Gpu::with_tuned_kernels_or_skip() else { return };
         let log = log();
-        let transforms = [(0.0, "none"), (2.5, "softcap_alibi")];
-        let fp8_transforms = [(0.0, "scaled"), (2.5, "softcap_alibi")];
+        let transforms =
+            [(0.0, Alibi::Off, "none"), (2.5, Alibi::Off, "softcap"), (2.5, Alibi::PerHead, "softcap_alibi")];
+        let fp8_transforms = [(0.0, Alibi::Off, "scaled"), (2.5, Alibi::Off, "softcap_alibi")];
         for (dtypes, name, head_dims, transforms) in [
-            (Dtypes::same(BF16), "bf16", &HEAD_DIMS[..], transforms),
-            (Dtypes::same(F16), "f16", &HEAD_DIMS[..], transforms),
-            (Dtypes::narrow(BF16), "fp8", &FP8_HEAD_DIMS[..], fp8_transforms),
-            (Dtypes::narrow(F16), "fp8", &FP8_HEAD_DIMS[..], fp8_transforms),
-            (Dtypes::same(F32), "f32", &F32_HEAD_DIMS[..], transforms),
+            (Dtypes::same(BF16), "bf16", &HEAD_DIMS[..], &transforms[..]),
+            (Dtypes::same(F16), "f16", &HEAD_DIMS[..], &transforms[..]),
+            (Dtypes::narrow(BF16), "fp8", &FP8_HEAD_DIMS[..], &fp8_transforms[..]),
+            (Dtypes::narrow(F16), "fp8", &FP8_HEAD_DIMS[..], &fp8_transforms[..]),
+            (Dtypes::same(F32), "f32", &F32_HEAD_DIMS[..], &transforms[..]),
         ] {
             let dims = head_dims
                 .iter()
@@ -323,9 +324,13 @@ mod on_their_own_gpu {
             };
             for (head_dim, value_dim, mask, dims) in dims.chain(short) {
                 let layout = if head_dim == value_dim { KvLayout::Stacked } else { KvLayout::Split };
-                for (softcap, logits) in transforms {
-                    // This variant does not exist.
-                    if dims.ends_with("short") && logits == "softcap_alibi" {
+                for &(softcap, alibi, logits) in transforms {
+                    // These variants do not exist.
+                    if dims.ends_with("short") && softcap > 0.0 {
+                        continue;
+                    }
+                    let has_no_softcap = name == "f32" || ["64", "96"].contains(&dims.as_str());
+                    if logits == "softcap" && has_no_softcap {
                         continue;
                     }
                     // Packed keys that are few make tiny tiles of short sequences, in fp8 short ones.
@@ -337,6 +342,7 @@ mod on_their_own_gpu {
                         head_dim,
                         value_dim: Some(value_dim),
                         softcap,
+                        alibi,
                         heads: (Gpu::sms().div_ceil(4), 1),
                         lengths: vec![(rows, 1000)],
                         mask,

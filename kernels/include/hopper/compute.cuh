@@ -44,9 +44,16 @@ template <typename Shape, typename T, typename LogitsTransform>
 __device__ __forceinline__ void compute_tiles(const HopperPrefillParams& prefill, const Pipeline<Shape>& pipeline) {
   constexpr int kKeys = Shape::kKeys;
   using KvState = PipelineState<Shape::kStages>;
-  // logits_none leaves the softmax scale to the exponent; softcap_alibi turns scores into logits in base 2.
-  constexpr bool kScaleInExponent = std::is_same_v<LogitsTransform, logits_none>;
-  constexpr bool kRoundsPerBlock = kScaleInExponent && !Shape::kHasLeanLoop;
+  constexpr bool kTransforms = !std::is_same_v<LogitsTransform, logits_none>;
+  // logits_none leaves the softmax scale to the exponent and softcap the cap; softcap_alibi turns scores into logits in
+  // base 2.
+  constexpr bool kScaleInExponent = !std::is_same_v<LogitsTransform, logits_softcap_alibi>;
+  constexpr bool kRoundsPerBlock = !kTransforms && !Shape::kHasLeanLoop;
+  // Whether the loop has three copies of a step, two of them without a mask. With a transform they spill registers at
+  // D 96 and 192, with a soft cap alone at D 256. At D 64 and 192 one copy is as fast; at D 128 and 256 it is up to 4 %
+  // slower.
+  constexpr bool kHasStepCopies =
+      !kTransforms || (Shape::kValueDim % 128 == 0 && (!kScaleInExponent || Shape::kValueDim == 128));
   using Atom = typename Shape::Atom;
   using KeyBlock = typename Shape::KeyBlock;
   using ValueBlock = typename Shape::ValueBlock;
@@ -221,7 +228,7 @@ __device__ __forceinline__ void compute_tiles(const HopperPrefillParams& prefill
     // While the products run, and held there: this softmax has nothing to overlap with. With a transform it would
     // spill.
     [[maybe_unused]] VisibleColumns columns = {};
-    if constexpr (kScaleInExponent) {
+    if constexpr (!kTransforms) {
       columns = visible_columns<kKeys / 8>(prefill, tile, warp_row, block * kKeys);
       for (uint32_t& bits : columns.bits) bits = xa::ptx::opaque(bits);
     }
@@ -229,7 +236,7 @@ __device__ __forceinline__ void compute_tiles(const HopperPrefillParams& prefill
     release(pipeline.keys_empty(now));
     if (block == first) release(pipeline.query_empty(tile_count));
     const bool masked = block < common_begin || block >= common_end;
-    if constexpr (kScaleInExponent) {
+    if constexpr (!kTransforms) {
       if (masked) mask_scores(scores, columns);
       state.update(scores, unit);
     } else if (masked) {
@@ -241,11 +248,9 @@ __device__ __forceinline__ void compute_tiles(const HopperPrefillParams& prefill
     pack_weights();
     if constexpr (!Shape::kHasLeanLoop) clear_partial_values();
     --block;
-    if constexpr (kScaleInExponent || Shape::kValueDim % 128 == 0) {
+    if constexpr (kHasStepCopies) {
       for_each_block(block, first, common_begin, common_end, step);
     } else {
-      // With a transform, three copies of the step spill registers at D 96 and 192. At D 64 and 192 one copy is as
-      // fast; at D 128 and 256, where nothing spills, it is up to 4 % slower.
 #pragma unroll 1
       for (; block >= first; --block) step(block < common_begin || block >= common_end);
     }

@@ -3,7 +3,7 @@
 use super::super::tests::{device, named_on, problem};
 use super::*;
 use crate::problem::Scale;
-use crate::problem::attention::{Keys, PageTable, Queries};
+use crate::problem::attention::{Alibi, Keys, PageTable, Queries};
 use crate::tensor::DType;
 use std::ptr::null;
 
@@ -34,6 +34,12 @@ fn calls_with_a_variant_take_the_kernel() {
     assert_eq!(first_kernel(&paged(16)), "hopper_prefill_bf16_128_paged_none");
     let mut capped = paged(8);
     capped.score.softcap = 30.0;
+    assert_eq!(first_kernel(&capped), "hopper_prefill_bf16_128_paged_softcap");
+    let narrow = Attention { head_dim: 96, value_dim: 96, ..capped };
+    assert_eq!(first_kernel(&narrow), "hopper_prefill_bf16_96_paged_softcap_alibi");
+    capped.score.alibi = Some(Alibi { slopes: null(), per_sequence: false });
+    assert_eq!(first_kernel(&capped), "hopper_prefill_bf16_128_paged_softcap_alibi");
+    capped.score.softcap = 0.0;
     assert_eq!(first_kernel(&capped), "hopper_prefill_bf16_128_paged_softcap_alibi");
     assert_eq!(named_on(&ragged(), &device(false))[0].0, "attention_bf16_128_prefill_none");
     // The short sequences have a separate decode launch.
@@ -320,5 +326,5 @@ fn head_dimensions_may_differ() {
     let mut latent = Attention { q, k, v, head_dim: 192, ..plain };
     assert_eq!(first_kernel(&latent), "hopper_prefill_bf16_192x128_paged_none");
     latent.score.softcap = 30.0;
-    assert_eq!(first_kernel(&latent), "hopper_prefill_bf16_192x128_paged_softcap_alibi");
+    assert_eq!(first_kernel(&latent), "hopper_prefill_bf16_192x128_paged_softcap");
 }

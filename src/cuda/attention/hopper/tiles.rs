@@ -69,9 +69,10 @@ impl HopperPrefillTile {
             && problem.queries.longest as i64 <= LONGEST_TO_MEAN * max_queries
     }
 
-    /// The least of the tiles that take a call is the best: tiny ones, then the smallest bucket, then short tiles.
+    /// The least of the tiles that take a call is the best: tiny ones, then the smallest bucket, then short tiles, then those
+    /// without a part of the logits transform that the call does not need.
     pub(super) fn preference(&self) -> impl Ord {
-        (!self.is_tiny(), self.columns(), self.is_general())
+        (!self.is_tiny(), self.columns(), self.is_general(), self.logits == "softcap_alibi")
     }
 
     /// Whether D and Dv fit. The fp8 tiles take exactly theirs, because fewer columns would change what small D compute:
@@ -97,12 +98,13 @@ impl HopperPrefillTile {
             return false;
         };
         let score = &problem.score;
-        let logits = match bytes {
-            1 if score.softcap > 0.0 || score.alibi.is_some() => "softcap_alibi",
-            1 => "scaled",
-            _ if transforms_logits(problem) => "softcap_alibi",
-            _ => "none",
+        let is_plain =
+            if bytes == 1 { score.softcap == 0.0 && score.alibi.is_none() } else { !transforms_logits(problem) };
+        let transforms = match self.logits {
+            "none" | "scaled" => is_plain,
+            "softcap" => score.softcap > 0.0 && score.alibi.is_none(),
+            _ => !is_plain,
         };
-        problem.kv_dtype == dtype && self.bytes == bytes && self.has_columns(problem) && self.logits == logits
+        problem.kv_dtype == dtype && self.bytes == bytes && self.has_columns(problem) && transforms
     }
 }
