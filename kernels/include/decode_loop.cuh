@@ -62,9 +62,10 @@ class DecodeLoop {
     state.finish();
   }
 
-  /// batch_invariant: as `attend`, but computes each fixed-size split of the work tile from a fresh state, and then calls
-  /// `store(state, area, begin)` in all warps. `area` is the shared address of memory for the warp's output; 0: the warp
-  /// had no keys of the split, which begins at chunk `begin` of the tile. `store` ends with a barrier of the CTA.
+  /// batch_invariant: as `attend`, but computes each fixed-size split of the work tile from a fresh state, and then
+  /// calls `store(state, area, begin)` in all warps. `area` is the shared address of memory for the warp's output; 0:
+  /// the warp had no keys of the split, which begins at chunk `begin` of the tile. `store` ends with a barrier of the
+  /// CTA.
   template <typename State, typename LogitsTransform, typename Store>
   __device__ __forceinline__ void attend_fixed_splits(const WorkRange& range, uint32_t query_rows,
                                                       const LogitsTransform& transform, const Store& store) {

@@ -57,7 +57,8 @@ class FixedSplits {
     if (lane == 0) areas_[warp] = area;
   }
 
-  /// The state of columns `column` to `column + 3` of a row, merged over the warps. A barrier has to follow `store_warp`.
+  /// The state of columns `column` to `column + 3` of a row, merged over the warps. A barrier has to follow
+  /// `store_warp`.
   __device__ __forceinline__ PartialState of_warps(int32_t row, int32_t column, float log2_unit) const {
     return merge_warps<Shape>(warp_states_, row, log2_unit, [&](int warp) {
       const int32_t area = areas_[warp];
@@ -93,8 +94,8 @@ class FixedSplits {
 };
 
 /// Merges the warps' states of the fixed-size split that begins at chunk `begin` of the tile, and stores the result: in
-/// the merged rows, in the workspace as a partial, or in out and lse. All threads of the CTA call it; then the areas are
-/// free.
+/// the merged rows, in the workspace as a partial, or in out and lse. All threads of the CTA call it; then the areas
+/// are free.
 template <typename Shape, typename Writer, typename State>
 __device__ __forceinline__ void store_fixed_split(const AttentionParams& params, const WorkTile& work,
                                                   const WorkRange& range, const Writer& writer, const State& state,

@@ -30,8 +30,8 @@ struct logits_none {
   __device__ __forceinline__ void apply(float (&)[kKeyTiles][4], const Rows&, int32_t) const {}
 };
 
-/// A soft cap alone, with scales of q and K, in Hopper's prefill: scores become logits in base 2 divided by the cap, and
-/// the exponential multiplies by it. Unlike `logits_softcap_alibi` it has no branches, around which ptxas would not
+/// A soft cap alone, with scales of q and K, in Hopper's prefill: scores become logits in base 2 divided by the cap,
+/// and the exponential multiplies by it. Unlike `logits_softcap_alibi` it has no branches, around which ptxas would not
 /// overlap instructions.
 struct logits_softcap {
   const AttentionParams& params_;

@@ -14,8 +14,8 @@
 
 namespace xa {
 
-/// Merges the states of a row in the order of warps, so results are deterministic. `states` [kKeyWarps, kRows] are (max,
-/// sum), `output(warp)` four columns.
+/// Merges the states of a row in the order of warps, so results are deterministic. `states` [kKeyWarps, kRows] are
+/// (max, sum), `output(warp)` four columns.
 template <typename Shape, typename Output>
 __device__ __forceinline__ PartialState merge_warps(const float2* states, int32_t row, float log2_unit,
                                                     const Output& output) {
@@ -70,8 +70,8 @@ class WarpStates {
   }
 };
 
-/// Merges the warps' states of a work tile and stores the result where the WorkRange says: in the workspace as a partial,
-/// or in out and lse. All threads of the CTA call it; `shared` is free up to the WorkTile.
+/// Merges the warps' states of a work tile and stores the result where the WorkRange says: in the workspace as a
+/// partial, or in out and lse. All threads of the CTA call it; `shared` is free up to the WorkTile.
 template <typename Shape, typename Writer, typename State>
 __device__ __forceinline__ void store_result(const AttentionParams& params, const WorkTile& work, const Writer& writer,
                                              const State& state, uint8_t* shared, float log2_unit) {

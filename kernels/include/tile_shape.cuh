@@ -65,8 +65,8 @@ struct TileShape : tiles::Attention<Shape, sizeof(Stored), kHeadDim_> {
   /// One mbarrier for each stage of each ring.
   static constexpr int kBarriersOffset = kFactorsOffset + (kIsFp8 ? 4 * kRows : 0);
 
-  /// FixedSplits (fixed_splits.cuh): only launches with batch_invariant have this memory. The first merged rows take the
-  /// place of the query rows if these are in registers.
+  /// FixedSplits (fixed_splits.cuh): only launches with batch_invariant have this memory. The first merged rows take
+  /// the place of the query rows if these are in registers.
   static constexpr int kFixedSplitsOffset = kBarriersOffset + (kLoadsByTma ? kRings * 8 * Config::kStages : 0);
   static constexpr int kMergedRowsInQuery = kHoldsQuery ? kRows / 2 : 0;
   static constexpr int kFixedSplitsBytes =

@@ -46,8 +46,8 @@ struct WorkRange {
   int32_t has_begun;           // 0 before the first work tile
   int32_t fixed_split_chunks;  // batch_invariant: of each fixed-size split of the tile, 1 << fixed_split_shift; else 0
   int32_t fixed_split_shift;
-  int32_t partial_row;         // in the workspace, for row 0 of the result; -1: the result goes to out and lse
-  int32_t first_tile_chunks;   // of each tile of the first sequence
+  int32_t partial_row;        // in the workspace, for row 0 of the result; -1: the result goes to out and lse
+  int32_t first_tile_chunks;  // of each tile of the first sequence
   LiveRows live;
   int64_t warp_totals[2][12];  // scratch of the prefix sums
 };
