@@ -132,22 +132,6 @@ __device__ __forceinline__ void compute_tiles(const HopperPrefillParams& prefill
   };
 
   int32_t block_count = 0;
-  // Releases a buffer without using it. Once lane 0 has arrived, the buffer may be filled again, which a lane that
-  // still waits for it to be full would miss.
-  const auto pass = [&](const Barrier& full, const Barrier& empty) {
-    full.wait();
-    __syncwarp();
-    release(empty);
-  };
-  // Passes over blocks that no row of the warpgroup attends to.
-  const auto pass_blocks = [&](int32_t blocks) {
-#pragma unroll 1
-    for (const int32_t end_count = block_count + blocks; block_count < end_count; ++block_count) {
-      const KvState now(block_count);
-      pass(pipeline.keys_full(now), pipeline.keys_empty(now));
-      pass(pipeline.values_full(now), pipeline.values_empty(now));
-    }
-  };
   const auto attend = [&](const typename Shape::Tile& tile, int32_t first, int32_t end, int32_t tile_count,
                           const auto& finalize_rows) {
     if constexpr (Shape::kSplitsKeys || Shape::kHasWarpgroupBlocks) {
@@ -161,11 +145,11 @@ __device__ __forceinline__ void compute_tiles(const HopperPrefillParams& prefill
       }
       if (own_first >= own_end) {
         pass(pipeline.query_full(tile_count), pipeline.query_empty(tile_count));
-        pass_blocks(end - first);
+        pass_blocks(pipeline, block_count, end - first);
         finalize_rows();
         return;
       }
-      pass_blocks(end - own_end);
+      pass_blocks(pipeline, block_count, end - own_end);
       first = own_first;
       end = own_end;
     }
@@ -263,7 +247,9 @@ __device__ __forceinline__ void compute_tiles(const HopperPrefillParams& prefill
     ptx::wgmma_wait_group<0>();
     release(pipeline.values_empty(last));
     ++block_count;
-    if constexpr (Shape::kHasWarpgroupBlocks) pass_blocks(first - uniform(tile.first_block));
+    if constexpr (Shape::kHasWarpgroupBlocks) {
+      pass_blocks(pipeline, block_count, first - uniform(tile.first_block));
+    }
   };
   for_each_tile<Shape, T>(prefill, pipeline, warp, state, block_count, attend);
 }

@@ -20,7 +20,7 @@
 namespace xa::hopper {
 
 /// OnlineSoftmax with e4m3fn weights, which are multiplied by 2^kWeightLog2: `max` is the largest logit less
-/// kWeightLog2.
+/// kWeightLog2. It is found from the largest score, because rounding keeps the order, and held only after the last block.
 template <int kColumnTiles, int kWeightLog2>
 struct Fp8OnlineSoftmax : OnlineSoftmax<kColumnTiles> {
   using State = OnlineSoftmax<kColumnTiles>;
@@ -56,13 +56,14 @@ struct Fp8OnlineSoftmax : OnlineSoftmax<kColumnTiles> {
       for (int half = 0; half < 2; ++half)
         largest[half] = __float_as_int(State::quad_max(State::lane_max(scores, half)));
     }
-    float next[2], base[2], block_sum[2] = {0.0f, 0.0f};
+    float before[2], base[2], block_sum[2] = {0.0f, 0.0f};
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
+      before[half] = max_of(half, log2_unit);
       max_score[half] = fmaxf(max_score[half], __int_as_float(largest[half]));
-      next[half] = fmaxf(max[half], __fmaf_rn(__int_as_float(largest[half]), log2_unit, -kWeightLog2));
+      const float next = max_of(half, log2_unit);
       // A row without a visible key so far has weights of 0 and a rescale factor of 0.
-      base[half] = next[half] == -INFINITY ? 0.0f : next[half];
+      base[half] = next == -INFINITY ? 0.0f : next;
     }
 #pragma unroll
     for (int step = 0; step < kKeyTiles / 4; ++step) {
@@ -81,10 +82,14 @@ struct Fp8OnlineSoftmax : OnlineSoftmax<kColumnTiles> {
     }
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
-      rescale[half] = xa::ptx::exp2_approx(max[half] - base[half]);
-      max[half] = next[half];
+      rescale[half] = xa::ptx::exp2_approx(before[half] - base[half]);
       sum[half] = __fmaf_rn(sum[half], rescale[half], block_sum[half]);
     }
+  }
+  /// Sets `max`, after the last block.
+  __device__ __forceinline__ void set_max(float log2_unit) {
+#pragma unroll
+    for (int half = 0; half < 2; ++half) max[half] = max_of(half, log2_unit);
   }
   __device__ __forceinline__ void round_max_weight(float log2_unit) {
     State::round_max_weight(log2_unit, [](float weight) {
@@ -92,6 +97,11 @@ struct Fp8OnlineSoftmax : OnlineSoftmax<kColumnTiles> {
       const uint32_t code = xa::ptx::f32_to_e4m3(weight, 0.0f, 0.0f, 0.0f);
       return __uint_as_float((code << 20) + ((127 - 7) << 23));
     });
+  }
+
+ private:
+  __device__ __forceinline__ float max_of(int half, float log2_unit) const {
+    return __fmaf_rn(max_score[half], log2_unit, -kWeightLog2);
   }
 };
 
@@ -155,8 +165,22 @@ __device__ __forceinline__ void compute_fp8_tiles(const HopperPrefillParams& pre
   };
 
   int32_t block_count = 0;
-  const auto attend = [&](const PrefillTile& tile, int32_t first, int32_t end, int32_t tile_count,
+  const auto attend = [&](const typename Shape::Tile& tile, int32_t first, int32_t end, int32_t tile_count,
                           const auto& finalize_rows) {
+    if constexpr (Shape::kHasWarpgroupBlocks) {
+      const bool has_rows = 64 * warpgroup < uniform(tile.work.tile.num_rows);
+      const int32_t own_first = has_rows ? uniform(tile.warpgroup_first_block[warpgroup]) : first;
+      const int32_t own_end = has_rows ? uniform(tile.warpgroup_end_block[warpgroup]) : first;
+      if (own_first >= own_end) {
+        pass(pipeline.query_full(tile_count), pipeline.query_empty(tile_count));
+        pass_blocks(pipeline, block_count, end - first);
+        finalize_rows();
+        return;
+      }
+      pass_blocks(pipeline, block_count, end - own_end);
+      first = own_first;
+      end = own_end;
+    }
     const float unit = __int_as_float(uniform(__float_as_int(LogitsTransform::log2_unit(tile.work))));
     const bool is_identity = uniform(static_cast<int32_t>(LogitsTransform::is_identity(tile.work))) != 0;
     // In blocks [common_begin, common_end) every row attends to every key and the logits transform is the identity. All
@@ -210,11 +234,15 @@ __device__ __forceinline__ void compute_fp8_tiles(const HopperPrefillParams& pre
     issue_pv(last);
     // Overlaps with the last P V.
     // With a unit of 1 the largest weight needs no rounding.
+    state.set_max(unit);
     if constexpr (LogitsTransform::kUsuallyIdentity) state.round_max_weight(unit);
     finalize_rows();
     ptx::wgmma_wait_group<0>();
     release(pipeline.values_empty(last));
     ++block_count;
+    if constexpr (Shape::kHasWarpgroupBlocks) {
+      pass_blocks(pipeline, block_count, first - uniform(tile.first_block));
+    }
   };
   for_each_tile<Shape, F16>(prefill, pipeline, warp, state, block_count, attend);
 }

@@ -5,6 +5,7 @@
 #pragma once
 
 #include <cstdint>
+#include <type_traits>
 
 #include "hopper/shape.cuh"
 #include "hopper/swizzle_atom.cuh"
@@ -18,7 +19,9 @@ template <typename Config, Storage kStorage_>
 struct Fp8PrefillShape : Config {
   static constexpr int kHeadDim = Config::kDim, kValueDim = Config::kValueDim;
   static constexpr Storage kStorage = kStorage_;
-  using Tile = PrefillTile;
+  /// As in PrefillShape.
+  static constexpr bool kHasWarpgroupBlocks = Config::kWarpgroups > 1 && Config::kStages > 2;
+  using Tile = std::conditional_t<kHasWarpgroupBlocks, WarpgroupTile, PrefillTile>;
   static constexpr int kRows = 64 * Config::kWarpgroups;
   static constexpr int kComputeThreads = 128 * Config::kWarpgroups;
   static constexpr int kComputeWarps = kComputeThreads / 32;
@@ -30,7 +33,6 @@ struct Fp8PrefillShape : Config {
   static constexpr bool kHasLeanLoop = false;
   /// O is bf16 or f16, which the parameters say.
   static constexpr bool kOutputTypeAtRunTime = true;
-  static constexpr bool kHasWarpgroupBlocks = false;
   /// P is multiplied by 2^kWeightLog2, so that fewer small weights underflow; the largest e4m3fn is 448.
   static constexpr int kWeightLog2 = 8;
 
@@ -70,7 +72,7 @@ struct Fp8PrefillShape : Config {
   static constexpr bool kHasOutputStaging = kOutputOffset + kOutputBytes < 226 * 1024;
   static constexpr bool kStagesOutputInValues = false;
   static constexpr int kTilesOffset = kOutputOffset + (kHasOutputStaging ? kOutputBytes : 0);
-  static constexpr int kBarriersOffset = kTilesOffset + 2 * static_cast<int>(sizeof(PrefillTile));
+  static constexpr int kBarriersOffset = kTilesOffset + 2 * static_cast<int>(sizeof(Tile));
   static constexpr int kAlignment = 1024;
 
   static_assert(Config::kRegisters * kComputeThreads + Config::kLoaderRegisters * 128 <=

@@ -72,6 +72,25 @@ __device__ __forceinline__ void for_each_tile(const HopperPrefillParams& prefill
   }
 }
 
+/// Releases a buffer without using it. Once lane 0 has arrived, the buffer may be filled again, which a lane that still
+/// waits for it to be full would miss.
+__device__ __forceinline__ void pass(const Barrier& full, const Barrier& empty) {
+  full.wait();
+  __syncwarp();
+  if (threadIdx.x % 32 == 0) empty.arrive();
+}
+
+/// Passes over the next `blocks` blocks, because no row of the warpgroup attends to them.
+template <typename Shape>
+__device__ __forceinline__ void pass_blocks(const Pipeline<Shape>& pipeline, int32_t& block_count, int32_t blocks) {
+#pragma unroll 1
+  for (const int32_t end_count = block_count + blocks; block_count < end_count; ++block_count) {
+    const PipelineState<Shape::kStages> now(block_count);
+    pass(pipeline.keys_full(now), pipeline.keys_empty(now));
+    pass(pipeline.values_full(now), pipeline.values_empty(now));
+  }
+}
+
 /// Calls `step(masked)` for `block` and the blocks before it down to `first`. Blocks in [common_begin, common_end) need
 /// no mask.
 template <typename Step>
