@@ -69,7 +69,7 @@ struct Fiber {
   unsigned cluster_rounds = 0;  // of the cluster's barrier at which it has arrived
   std::deque<std::vector<Copy>> committed;
   std::vector<Copy> open;
-  std::vector<std::function<void()>> bulk_stores;
+  std::deque<std::function<void()>> bulk_stores;
 };
 
 struct Warp {
@@ -394,10 +394,9 @@ void cp_async_wait(int pending) {
 
 void bulk_store(std::function<void()> copy) { block->fibers[block->current].bulk_stores.push_back(std::move(copy)); }
 
-void bulk_wait_group() {
+void bulk_wait_group(size_t pending) {
   auto& stores = block->fibers[block->current].bulk_stores;
-  for (const auto& store : stores) store();
-  stores.clear();
+  for (; stores.size() > pending; stores.pop_front()) stores.front()();
 }
 
 }  // namespace emulator

@@ -89,9 +89,9 @@ void cp_async(uint32_t destination, const void* source, int bytes, bool predicat
 void cp_async_commit();
 void cp_async_wait(int pending);
 /// A bulk copy from shared memory, which is not read before the thread's `bulk_wait_group`, so that writing it too
-/// early is noticed.
+/// early is noticed. All but the last `pending` copies are waited for.
 void bulk_store(std::function<void()> copy);
-void bulk_wait_group();
+void bulk_wait_group(size_t pending = 0);
 
 /// The value that lane `pick(own lane)` passes.
 template <typename T, typename Pick>

@@ -113,7 +113,10 @@ inline void tma_load(uint32_t to, const TensorMap& map, uint32_t barrier, int32_
 inline void tma_store(uint32_t from, const TensorMap& map, int32_t x0, int32_t x1, int32_t x2, int32_t x3) {
   host::tma_store(from, map, {x0, x1, x2, x3, 0});
 }
-inline void bulk_wait_group_read() { emulator::bulk_wait_group(); }
+template <int kPending = 0>
+inline void bulk_wait_group_read() {
+  emulator::bulk_wait_group(kPending);
+}
 inline void bulk_wait_group() { emulator::bulk_wait_group(); }
 /// A lane holds columns 2 (lane % 4) and 2 (lane % 4) + 1 of row lane / 4 of each matrix.
 inline void stmatrix_x4(uint32_t address, const uint32_t (&matrices)[4]) {

@@ -88,7 +88,11 @@ class Epilogue {
     } else if (!Shape::kOutputTypeAtRunTime && prefill_.attention.widens_out != 0) {
       store_f32(state);
     } else if (by_tma_) {
-      store_by_tma(state, staging);
+      if constexpr (Shape::kOutputPasses > 1) {
+        store_atom_columns_by_tma(state, staging);
+      } else {
+        store_by_tma(state, staging);
+      }
     } else {
       store_by_row(state);
     }
@@ -177,6 +181,35 @@ class Epilogue {
       ptx::tma_store(staging + box * 16 * Atom::kRowBytes, prefill_.out, box * Atom::kColumns,
                      work_.kv_head * group + (packed & (group - 1)),
                      work_.tile.first_token + (packed >> prefill_.group_log2), 0);
+    }
+  }
+
+  /// The same, one TMA box for each atom column, where `staging` has room for two of them: while one is written, the
+  /// one before leaves.
+  __device__ __forceinline__ void store_atom_columns_by_tma(const State& state, uint32_t staging) const {
+    const int32_t lane = threadIdx.x % 32, group = prefill_.attention.group;
+    const int32_t row = lane % 16;
+#pragma unroll
+    for (int atom_column = 0; atom_column < Shape::kOutputPasses; ++atom_column) {
+      const uint32_t to = staging + atom_column % 2 * 16 * Atom::kRowBytes;
+      if (lane == 0) ptx::bulk_wait_group_read<1>();
+      __syncwarp();
+#pragma unroll
+      for (int chunk = 0; chunk < Atom::kChunks; chunk += 2) {
+        uint32_t matrices[4];
+#pragma unroll
+        for (int i = 0; i < 4; ++i) {
+          const float* const x = &state.output[atom_column * Atom::kChunks + chunk + i / 2][i % 2 * 2];
+          matrices[i] = pack(x[0] * factor_[i % 2], x[1] * factor_[i % 2]);
+        }
+        ptx::stmatrix_x4(to + Atom::offset(row, chunk + lane / 16), matrices);
+      }
+      ptx::fence_proxy_async_shared();
+      __syncwarp();
+      if (lane != 0) continue;
+      const int32_t packed = work_.tile.first_row + first_row_;
+      ptx::tma_store(to, prefill_.out, 0, work_.kv_head * group + (packed & (group - 1)),
+                     work_.tile.first_token + (packed >> prefill_.group_log2), atom_column);
     }
   }
 

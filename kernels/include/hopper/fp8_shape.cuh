@@ -67,11 +67,14 @@ struct Fp8PrefillShape : Config {
   static constexpr int kValuesOffset = kKeysOffset + Config::kStages * KeyBlock::kBytes;
   static constexpr int kLoadedValuesOffset = kValuesOffset + Config::kStages * ValueBlock::kBytes;
   static constexpr int kOutputOffset = kLoadedValuesOffset + Config::kStages * LoadedValueBlock::kBytes;
-  static constexpr int kOutputWarpBytes = 16 * 2 * kValueDim;
+  /// TMA boxes of O per warp. 256 columns are staged one atom column after another, in two buffers (as the host's map of
+  /// O says): there is no room for all of them.
+  static constexpr int kOutputPasses = kValueDim > 128 ? ValueBlock::kAtomColumns : 1;
+  static constexpr int kOutputWarpBytes = 16 * (kOutputPasses > 1 ? 2 * Atom::kRowBytes : 2 * kValueDim);
   static constexpr int kOutputBytes = kComputeWarps * kOutputWarpBytes;
-  static constexpr bool kHasOutputStaging = kOutputOffset + kOutputBytes < 226 * 1024;
+  static constexpr bool kHasOutputStaging = true;
   static constexpr bool kStagesOutputInValues = false;
-  static constexpr int kTilesOffset = kOutputOffset + (kHasOutputStaging ? kOutputBytes : 0);
+  static constexpr int kTilesOffset = kOutputOffset + kOutputBytes;
   static constexpr int kBarriersOffset = kTilesOffset + 2 * static_cast<int>(sizeof(Tile));
   static constexpr int kAlignment = 1024;
 

@@ -79,9 +79,10 @@ __device__ __forceinline__ void tma_store(uint32_t from, const TensorMap& map, i
       "l"(&map), "r"(x0), "r"(x1), "r"(x2), "r"(x3)
       : "memory");
 }
-/// Waits until this thread's bulk groups have read their shared memory.
+/// Waits until this thread's bulk groups, except the last kPending, have read their shared memory.
+template <int kPending = 0>
 __device__ __forceinline__ void bulk_wait_group_read() {
-  asm volatile("cp.async.bulk.wait_group.read 0;" ::: "memory");
+  asm volatile("cp.async.bulk.wait_group.read %0;" ::"n"(kPending) : "memory");
 }
 /// Waits until this thread's bulk groups have completed.
 __device__ __forceinline__ void bulk_wait_group() { asm volatile("cp.async.bulk.wait_group 0;" ::: "memory"); }

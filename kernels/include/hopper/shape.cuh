@@ -96,6 +96,8 @@ struct PrefillShape : Config {
   static constexpr bool kHasLeanLoop =
       !Config::kSplitsKeys && !kTransformsLogits<Config> && (kHeadDim != 64 || Config::kWarpgroups != 3);
   static constexpr bool kOutputTypeAtRunTime = false;
+  /// TMA boxes of O per warp: one.
+  static constexpr int kOutputPasses = 1;
 
   static constexpr int kKeysOffset = kQueryBytes;
   static constexpr int kValuesOffset = kKeysOffset + Config::kStages * KeyBlock::kBytes;

@@ -187,7 +187,11 @@ impl HopperPrefill {
     }
 
     fn out_axes(&self, problem: &Attention) -> [Axis; 4] {
-        self.row_axes(problem, &problem.out, problem.value_dim, WARP_ROWS)
+        let mut axes = self.row_axes(problem, &problem.out, problem.value_dim, WARP_ROWS);
+        if self.tile.stages_out_by_atom_column() {
+            axes[3].box_len = 1;
+        }
+        axes
     }
 
     /// The axes of `dim` columns of a head: those of an atom row, and the atom columns, all of them in a box. Clipped, the

@@ -29,6 +29,11 @@ impl HopperPrefillTile {
         self.atom_row(self.bytes as usize)
     }
 
+    /// Whether a warp stores its rows of O as a box for each atom column (`kOutputPasses` in `fp8_shape.cuh`).
+    pub(super) fn stages_out_by_atom_column(&self) -> bool {
+        self.bytes == 1 && self.value_dim > 128
+    }
+
     /// D and Dv together, which the time per score grows with.
     pub(in crate::cuda::attention) fn columns(&self) -> u32 {
         self.dim + self.value_dim
