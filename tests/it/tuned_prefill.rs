@@ -214,6 +214,29 @@ fn batches_of_many_tiles_agree_with_the_reference() {
     }
 }
 
+/// The same in fp8, with more than twice as many keys as queries, which the tiles of three warpgroups take: warpgroups pass over
+/// blocks at both ends of a tile, and those without rows over all of them.
+#[test]
+fn batches_of_many_fp8_tiles_agree_with_the_reference() {
+    let (equal, mixed) = (vec![(200, 410); 12], [(40, 40), (200, 600), (30, 20)].repeat(6));
+    let long = vec![(600, 1300)];
+    let masks = [Mask::CAUSAL, Mask::window(90, 30), Mask::FULL, Mask::window(90, 0)];
+    for (index, (head_dim, value_dim)) in FP8_HEAD_DIMS.into_iter().enumerate() {
+        for (shift, lengths) in [&equal, &mixed, &long].into_iter().enumerate() {
+            let spec = BatchSpec {
+                dtypes: Dtypes::narrow([BF16, F16][shift % 2]),
+                heads: (8, 4),
+                head_dim,
+                value_dim: Some(value_dim),
+                lengths: lengths.clone(),
+                mask: masks[(index + shift) % masks.len()],
+                ..BatchSpec::default()
+            };
+            ReferenceCase::assert_matches_reference(&AttentionCase::flash(&spec.batch(), &MemoryLayout::contiguous()));
+        }
+    }
+}
+
 /// Long and short sequences in pages that the fused kernel takes.
 #[test]
 fn fused_prefill_and_decode_agrees_with_the_reference() {

@@ -20,7 +20,8 @@
 namespace xa::hopper {
 
 /// OnlineSoftmax with e4m3fn weights, which are multiplied by 2^kWeightLog2: `max` is the largest logit less
-/// kWeightLog2. It is found from the largest score, because rounding keeps the order, and held only after the last block.
+/// kWeightLog2. It follows from the largest score, because rounding keeps the order, and is held only after the last
+/// block.
 template <int kColumnTiles, int kWeightLog2>
 struct Fp8OnlineSoftmax : OnlineSoftmax<kColumnTiles> {
   using State = OnlineSoftmax<kColumnTiles>;

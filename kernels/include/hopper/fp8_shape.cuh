@@ -67,8 +67,8 @@ struct Fp8PrefillShape : Config {
   static constexpr int kValuesOffset = kKeysOffset + Config::kStages * KeyBlock::kBytes;
   static constexpr int kLoadedValuesOffset = kValuesOffset + Config::kStages * ValueBlock::kBytes;
   static constexpr int kOutputOffset = kLoadedValuesOffset + Config::kStages * LoadedValueBlock::kBytes;
-  /// TMA boxes of O per warp. 256 columns are staged one atom column after another, in two buffers (as the host's map of
-  /// O says): there is no room for all of them.
+  /// TMA boxes of O per warp. 256 columns are staged one atom column after another, in two buffers, because there is no
+  /// room for all of them; the host's tensor map of O has boxes of as many (`stages_out_by_atom_column`).
   static constexpr int kOutputPasses = kValueDim > 128 ? ValueBlock::kAtomColumns : 1;
   static constexpr int kOutputWarpBytes = 16 * (kOutputPasses > 1 ? 2 * Atom::kRowBytes : 2 * kValueDim);
   static constexpr int kOutputBytes = kComputeWarps * kOutputWarpBytes;
