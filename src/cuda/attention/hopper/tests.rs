@@ -251,6 +251,17 @@ fn narrow_heads_are_boxes_of_one_atom_column() {
 }
 
 #[test]
+fn a_row_of_256_columns_leaves_as_a_box_for_each_atom_column_in_fp8() {
+    for (dim, atom_columns) in [(64, 1), (128, 2), (256, 1)] {
+        let plain = of_dims(&ragged(), dim, dim);
+        let q = Tensor { dtype: DType::F8E4M3FN, ..plain.q };
+        let problem = Attention { q, kv_dtype: DType::F8E4M3FN, ..plain };
+        let prefill = HopperPrefill::of(&problem, &device(true)).expect("the kernel takes it");
+        assert_eq!(prefill.out_axes(&problem)[3].box_len, atom_columns, "D {dim}");
+    }
+}
+
+#[test]
 fn heads_are_packed_by_powers_of_two() {
     for (heads, pack_gqa, packs) in [(2, 1, 2), (8, 4, 2), (12, 2, 6), (14, 1, 14), (256, 64, 4)] {
         let plain = ragged();
