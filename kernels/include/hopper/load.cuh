@@ -86,8 +86,7 @@ class TmaLoader {
     ++partial_blocks_;
     full.wait();
     const auto clear_rows = [&](int32_t first, int32_t end) {
-      constexpr int kChunks = Block::kAtomColumns * (kAtomElements / 8);
-      clear_tile_rows<typename Shape::Atom, Block, Shape::kKeys, kChunks>(to, 0, first, end);
+      clear_whole_tile_rows<typename Shape::Atom, Block, Shape::kKeys>(to, first, end);
     };
     clear_rows(0, tile_->visible_begin - first_key);
     clear_rows(tile_->visible_end - first_key, Shape::kKeys);

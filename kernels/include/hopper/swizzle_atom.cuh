@@ -52,6 +52,22 @@ __device__ __forceinline__ void clear_tile_rows(uint32_t tile, int32_t first_chu
   }
 }
 
+/// Clears all chunks of rows [first, end) of a tile of kRows rows, or of as many of these rows as it has. Run by one
+/// warp. The swizzle permutes the chunks of a row, so it does not matter here.
+template <typename Atom, typename Block, int kRows>
+__device__ __forceinline__ void clear_whole_tile_rows(uint32_t tile, int32_t first, int32_t end) {
+  const int32_t lane = threadIdx.x % 32, end_row = min(end, kRows);
+  const uint32_t to = tile + lane % Atom::kChunks * 16;
+#pragma unroll 2
+  for (int32_t row = max(first, 0) + lane / Atom::kChunks; row < end_row; row += 32 / Atom::kChunks) {
+    const uint32_t row_to = to + row / 8 * Block::kStrideByteOffset + row % 8 * Atom::kRowBytes;
+#pragma unroll
+    for (int column = 0; column < Block::kAtomColumns; ++column) {
+      xa::ptx::clear_shared_16(row_to + column * Block::kLeadingByteOffset);
+    }
+  }
+}
+
 /// wgmma's matrix descriptor of a tile at `address` in shared memory. Offsets are in bytes.
 template <typename Atom>
 __device__ __forceinline__ uint64_t matrix_descriptor(uint32_t address, uint32_t leading_byte_offset,
