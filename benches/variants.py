@@ -30,20 +30,38 @@ from prefill_cases import CASES
 OFFSETS = {"q": -576, "k": -448, "v": -320, "next_tile": -64}
 ALIGNMENT = 64
 # Enumerators of cuda.h.
-MAX_DYNAMIC_SHARED_BYTES, BF16, SWIZZLE_128B, PROMOTE_256B = 8, 9, 3, 3
+MAX_DYNAMIC_SHARED_BYTES, BF16, SWIZZLE_128B, PROMOTE_256B, CLUSTER_DIMENSION = 8, 9, 3, 3, 4
 # The largest relative error of a variant: another block size rounds differently.
 TOLERANCE = 3e-3
 
 
+class LaunchAttribute(ctypes.Structure):
+    """CUlaunchAttribute of the dimensions of a cluster; the value has 64 bytes."""
+
+    _fields_ = [("id", ctypes.c_uint), ("padding", ctypes.c_uint), ("value", ctypes.c_uint * 16)]
+
+
+class LaunchConfig(ctypes.Structure):
+    """CUlaunchConfig."""
+
+    _fields_ = [
+        *((name, ctypes.c_uint) for name in ("x", "y", "z", "threads", "threads_y", "threads_z", "shared_bytes")),
+        ("stream", ctypes.c_void_p),
+        ("attributes", ctypes.POINTER(LaunchAttribute)),
+        ("num_attributes", ctypes.c_uint),
+    ]
+
+
 def launch_of(call):
-    """Kernel, parameters, (grid, threads, shared bytes) and result of the prefill launch in a call, and the graph."""
+    """The prefill launch of a call: kernel, parameters, (grid x and y, threads, shared bytes), result, the graph."""
     graph = torch.cuda.CUDAGraph(keep_graph=True)
     with torch.cuda.graph(graph, stream=torch.cuda.Stream()):
         result = call()
     for name, params in kernel_nodes(graph):
         if "hopper_prefill" in name:
             argument = ctypes.string_at(params.arguments[0], argument_bytes(params))
-            return name.removeprefix("xa_"), argument, (params.grid, params.threads, params.shared_bytes), result, graph
+            shape = (params.grid, params.grid_y, params.threads, params.shared_bytes)
+            return name.removeprefix("xa_"), argument, shape, result, graph
     return None
 
 
@@ -80,7 +98,7 @@ def replace(params, field, value):
 
 def variant(path, overrides, launch, q, k, v):
     """A call of a cubin with the arguments of the library's launch, except those in `overrides`."""
-    kernel, argument, (grid, threads, shared_bytes), result, _ = launch
+    kernel, argument, (grid, cluster, threads, shared_bytes), result, _ = launch
     shared_bytes = overrides.get("shared_bytes", shared_bytes)
     buffer = (ctypes.c_char * (len(argument) + ALIGNMENT))()
     address = -(-ctypes.addressof(buffer) // ALIGNMENT) * ALIGNMENT
@@ -106,8 +124,10 @@ def variant(path, overrides, launch, q, k, v):
         stream = ctypes.c_void_p(torch.cuda.current_stream().cuda_stream)
         if counts:
             counter.zero_()
-        shape = (grid, 1, 1, overrides.get("threads", threads), 1, 1, shared_bytes)
-        check(driver().cuLaunchKernel(code, *shape, stream, arguments, None), path)
+        shape = (grid, cluster, 1, overrides.get("threads", threads), 1, 1, shared_bytes)
+        attribute = LaunchAttribute(CLUSTER_DIMENSION, 0, (1, cluster, 1))
+        config = LaunchConfig(*shape, stream, ctypes.pointer(attribute), 1)
+        check(driver().cuLaunchKernelEx(ctypes.byref(config), code, arguments, None), path)
         return result
 
     return run

@@ -6,10 +6,12 @@
 //
 // Compiled once for each combination of
 //   XA_DTYPE     f16, bf16
-//   XA_HEAD_DIM  the bucket: D and Dv up to it are padded with zeros in shared memory (include/hopper/shape.cuh)
+//   XA_HEAD_DIM  the bucket: D and Dv up to it are padded with zeros in shared memory (include/hopper/shape.cuh). Those
+//                named cluster are for calls without a mask in clusters of two CTAs.
 //   XA_STORAGE   contiguous, paged
 //   XA_LOGITS    none, softcap, softcap_alibi (include/logits_transform.cuh)
-// Launch: any number of CTAs of kThreads threads with kSharedBytes of dynamic shared memory, kCtasPerSm per SM.
+// Launch: any number of CTAs along x of kThreads threads with kSharedBytes of dynamic shared memory, kCtasPerSm per SM;
+// those of a cluster along y.
 
 #include "element.cuh"
 #include "hopper/prefill.cuh"

@@ -23,16 +23,24 @@ __device__ __forceinline__ void store_async_8(uint32_t address, uint32_t rank, c
                "f"(x.x), "f"(x.y), "r"(map_shared_rank(barrier, rank))
                : "memory");
 }
-/// Waits until the first phase of an mbarrier has completed; what other CTAs have stored for it is then visible.
-__device__ __forceinline__ void wait_for_cluster_stores(uint32_t barrier) {
+/// Likewise 4 bytes.
+__device__ __forceinline__ void store_async_4(uint32_t address, uint32_t rank, uint32_t x, uint32_t barrier) {
+  asm volatile("st.async.weak.shared::cluster.mbarrier::complete_tx::bytes.u32 [%0], %1, [%2];" ::"r"(
+                   map_shared_rank(address, rank)),
+               "r"(x), "r"(map_shared_rank(barrier, rank))
+               : "memory");
+}
+/// Waits until the phase of this parity of an mbarrier has completed, that is by default the first one; what other CTAs
+/// have stored for it is then visible.
+__device__ __forceinline__ void wait_for_cluster_stores(uint32_t barrier, uint32_t parity = 0) {
   uint32_t done;
   do {
     asm volatile(
         "{\n.reg .pred done;\n"
-        "mbarrier.try_wait.parity.acquire.cluster.shared::cta.b64 done, [%1], 0;\n"
+        "mbarrier.try_wait.parity.acquire.cluster.shared::cta.b64 done, [%1], %2;\n"
         "selp.u32 %0, 1, 0, done;\n}"
         : "=r"(done)
-        : "r"(barrier)
+        : "r"(barrier), "r"(parity)
         : "memory");
   } while (done == 0);
 }

@@ -3,7 +3,7 @@
 // Threads run in turn. With XLA_ATTENTION_EMULATOR_SEED some warps, chosen anew for each block, run only once in 16
 // turns, each lane by itself: a kernel must not rely on a warp's seeing every phase of an mbarrier.
 //
-// A block of a cluster runs until all of its threads wait for the cluster's other blocks or have ended. Then the next
+// A block of a cluster runs until all of its threads wait, perhaps for the other blocks, or have ended. Then the next
 // one runs, and its shared memory takes the place of the other's.
 #include "device.h"
 
@@ -116,11 +116,16 @@ std::vector<Block> cluster;
 std::vector<std::vector<uint8_t>> shared_memories;  // of the blocks of the cluster that do not run
 Block* block;                                       // the one that runs
 ClusterBarrier cluster_barrier;
-uint64_t completed_phases;  // of all mbarriers
+uint64_t completed_steps;  // barriers, phases of mbarriers and collective operations
 void* main_stack_pointer;
 const void* parameter;
 std::mt19937 random_bits;
 int64_t switches_without_progress = 0;
+
+void note_progress() {
+  ++completed_steps;
+  switches_without_progress = 0;
+}
 
 /// The next fiber that has not ended, rarely one of a slow warp; the current one if there is no other.
 int next_fiber() {
@@ -143,8 +148,15 @@ void switch_to(int next, void** save) {
 
 void switch_thread() {
   const int me = block->current, next = next_fiber();
+  const int64_t threads = static_cast<int64_t>(block->fibers.size());
+  ++switches_without_progress;
+  if (cluster.size() > 1 && (next == me || switches_without_progress > 64 * threads)) {
+    // Perhaps for another block of the cluster.
+    emulator_switch(&block->fibers[me].stack_pointer, main_stack_pointer);
+    return;
+  }
   if (next == me) fail("a thread waits for threads that have ended");
-  if (++switches_without_progress > 4096 * static_cast<int64_t>(block->fibers.size())) fail("all threads wait");
+  if (switches_without_progress > 4096 * threads) fail("all threads wait");
   switch_to(next, &block->fibers[me].stack_pointer);
 }
 
@@ -208,11 +220,12 @@ void run_cluster() {
   const unsigned first = blockIdx.y;
   cluster_barrier = ClusterBarrier{};
   for (Block& each : cluster) start_block(each);
+  int rounds_without_progress = 0;
   // All bits set are a NaN, which a kernel gets that reads shared memory before writing it.
   for (auto& memory : shared_memories) memory.assign(sizeof(shared), 0xff);
   for (size_t ended = 0; ended < cluster.size();) {
     const unsigned round = cluster_barrier.round;
-    const uint64_t phases = completed_phases;
+    const uint64_t steps = completed_steps;
     const size_t ended_before = ended;
     for (size_t rank = 0; rank < cluster.size(); ++rank) {
       block = &cluster[rank];
@@ -224,8 +237,10 @@ void run_cluster() {
       std::memcpy(shared_memories[rank].data(), shared, sizeof(shared));
       ended += block->alive == 0;
     }
-    const bool is_stuck = ended == ended_before && round == cluster_barrier.round && phases == completed_phases;
-    if (is_stuck) fail("all blocks wait for the cluster");
+    const bool has_progress = ended != ended_before || round != cluster_barrier.round || steps != completed_steps;
+    rounds_without_progress = has_progress ? 0 : rounds_without_progress + 1;
+    // A slow warp may not have run in some of them.
+    if (rounds_without_progress == 16) fail("all blocks wait for the cluster");
   }
   blockIdx.y = first;
 }
@@ -239,7 +254,7 @@ void warp_collective(void (*operation)(void* const*), void* mine) {
     operation(warp.lanes);
     warp.arrived = 0;
     ++warp.round;
-    switches_without_progress = 0;
+    note_progress();
     return;
   }
   const unsigned round = warp.round;
@@ -254,7 +269,7 @@ bool arrive_at(Barrier& barrier, int threads, bool mine) {
   barrier.arrived = 0;
   barrier.result = barrier.all;
   ++barrier.round;
-  switches_without_progress = 0;
+  note_progress();
   return true;
 }
 /// Waits for `threads` threads; returns whether `mine` was true for all of them.
@@ -299,11 +314,15 @@ void cluster_wait() {
   const Fiber& me = block->fibers[block->current];
   wait_for_cluster([&] { return me.cluster_rounds <= cluster_barrier.round; });
 }
+uint8_t* shared_of_rank(uint32_t rank) {
+  if (rank >= cluster.size()) fail("an access outside of the cluster");
+  if (cluster_barrier.round == 0) fail("an access to a block that may not have started");
+  if (cluster[rank].alive == 0) fail("an access to a block that has ended");
+  return &cluster[rank] == block ? shared : shared_memories[rank].data();
+}
 void store_cluster(uint32_t address, uint32_t rank, const void* from, int bytes) {
-  if (rank >= cluster.size() || address + bytes > sizeof(shared)) fail("a store outside of the cluster");
-  if (cluster_barrier.round == 0) fail("a store to a block that may not have started");
-  if (cluster[rank].alive == 0) fail("a store to a block that has ended");
-  std::memcpy((&cluster[rank] == block ? shared : shared_memories[rank].data()) + address, from, bytes);
+  if (address + bytes > sizeof(shared)) fail("a store outside of the cluster");
+  std::memcpy(shared_of_rank(rank) + address, from, bytes);
 }
 
 void barrier(int number, int threads) { wait_at(block->named_barriers[number], threads, true); }
@@ -333,8 +352,7 @@ void end_if_complete(Mbarrier& barrier) {
   if (barrier.pending_arrivals > 0 || barrier.pending_bytes != 0) return;
   barrier.pending_arrivals = barrier.arrivals;
   ++barrier.phase;
-  ++completed_phases;
-  switches_without_progress = 0;
+  note_progress();
 }
 }  // namespace
 
@@ -363,12 +381,27 @@ void mbarrier_wait_in_cluster(uint32_t address, uint32_t parity) {
   const Mbarrier& barrier = mbarrier(address);
   wait_for_cluster([&] { return (barrier.phase & 1) != parity; });
 }
+namespace {
+Mbarrier& mbarrier_of_rank(uint32_t address, uint32_t rank) {
+  shared_of_rank(rank);
+  const auto found = cluster[rank].mbarriers.find(address);
+  if (found == cluster[rank].mbarriers.end()) fail("an mbarrier of another block that was not initialized");
+  return found->second;
+}
+}  // namespace
+void mbarrier_arrive_at_rank(uint32_t address, uint32_t rank) {
+  Mbarrier& barrier = mbarrier_of_rank(address, rank);
+  --barrier.pending_arrivals;
+  end_if_complete(barrier);
+}
+void mbarrier_complete_tx_at_rank(uint32_t address, uint32_t rank, uint32_t bytes) {
+  Mbarrier& barrier = mbarrier_of_rank(address, rank);
+  barrier.pending_bytes -= bytes;
+  end_if_complete(barrier);
+}
 void store_cluster_async(uint32_t address, uint32_t rank, const void* from, int bytes, uint32_t barrier) {
   store_cluster(address, rank, from, bytes);
-  const auto found = cluster[rank].mbarriers.find(barrier);
-  if (found == cluster[rank].mbarriers.end()) fail("a store for an mbarrier that was not initialized");
-  found->second.pending_bytes -= bytes;
-  end_if_complete(found->second);
+  mbarrier_complete_tx_at_rank(barrier, rank, bytes);
 }
 
 void cp_async(uint32_t destination, const void* source, int bytes, bool predicate) {

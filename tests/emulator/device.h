@@ -1,7 +1,7 @@
 // CUDA C++ on the host: keywords, vector types and the intrinsics that our kernels use.
 //
 // Every thread of a block is a fiber (device.cc). A collective operation of a warp or block is executed by the last
-// fiber that arrives at it. Blocks run one after the other; those of a cluster take turns, at the cluster's barrier.
+// fiber that arrives at it. Blocks run one after the other; those of a cluster take turns, where all threads wait.
 #pragma once
 #include <algorithm>
 #include <cmath>
@@ -70,6 +70,9 @@ void mbarrier_init(uint32_t address, uint32_t arrivals);
 void mbarrier_inval(uint32_t address);
 void mbarrier_arrive(uint32_t address, uint32_t expected_bytes);
 void mbarrier_complete_tx(uint32_t address, uint32_t bytes);
+/// Likewise at block `rank` of the cluster, which must have started.
+void mbarrier_arrive_at_rank(uint32_t address, uint32_t rank);
+void mbarrier_complete_tx_at_rank(uint32_t address, uint32_t rank, uint32_t bytes);
 /// Waits until the phase of this parity has completed.
 void mbarrier_wait(uint32_t address, uint32_t parity);
 /// Likewise, while blocks of the cluster that run meanwhile may complete it.
@@ -77,7 +80,9 @@ void mbarrier_wait_in_cluster(uint32_t address, uint32_t parity);
 /// barrier.cluster: arrives, and waits until all threads of the cluster have arrived or ended.
 void cluster_arrive();
 void cluster_wait();
-/// Stores bytes in the shared memory of block `rank` of the cluster, which must have started.
+/// The shared memory of block `rank` of the cluster, which must have started.
+uint8_t* shared_of_rank(uint32_t rank);
+/// Stores bytes there.
 void store_cluster(uint32_t address, uint32_t rank, const void* from, int bytes);
 /// The same, and the bytes count towards that block's mbarrier.
 void store_cluster_async(uint32_t address, uint32_t rank, const void* from, int bytes, uint32_t barrier);

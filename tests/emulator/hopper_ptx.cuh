@@ -43,15 +43,16 @@ inline int bytes_left(const emulator::TensorMap& map, int32_t first) {
   return static_cast<int>(std::min<int64_t>(std::max<int64_t>(left, 0), map.row_bytes));
 }
 
-inline void tma_load(uint32_t to, const TensorMap& opaque_map, uint32_t barrier,
-                     const int32_t (&at)[emulator::kMaxAxes]) {
+/// Loads a box to address `to` of a block's shared memory; returns its bytes.
+inline uint32_t load_box(uint8_t* memory, uint32_t to, const TensorMap& opaque_map,
+                         const int32_t (&at)[emulator::kMaxAxes]) {
   const auto& map = reinterpret_cast<const emulator::TensorMap&>(opaque_map);
   if (to % 128 != 0) emulator::fail("a box at an address that is no multiple of 128");
   const int row_end = bytes_left(map, at[0]);
   uint32_t bytes = 0;
   each_row(map, at, [&](uint32_t row, const uint8_t* from) {
     for (int chunk = 0; chunk < map.row_bytes; chunk += 16) {
-      uint8_t* const chunk_to = ::shared + swizzled(to + row * map.row_bytes + chunk, map.row_bytes);
+      uint8_t* const chunk_to = memory + swizzled(to + row * map.row_bytes + chunk, map.row_bytes);
       if (from == nullptr || chunk >= row_end) {
         std::memset(chunk_to, 0, 16);
       } else {
@@ -60,7 +61,11 @@ inline void tma_load(uint32_t to, const TensorMap& opaque_map, uint32_t barrier,
     }
     bytes += map.row_bytes;
   });
-  emulator::mbarrier_complete_tx(barrier, bytes);
+  return bytes;
+}
+
+inline void tma_load(uint32_t to, const TensorMap& map, uint32_t barrier, const int32_t (&at)[emulator::kMaxAxes]) {
+  emulator::mbarrier_complete_tx(barrier, load_box(::shared, to, map, at));
 }
 
 inline void tma_store(uint32_t from, const TensorMap& opaque_map, const int32_t (&at)[emulator::kMaxAxes]) {
@@ -95,6 +100,9 @@ inline void mbarrier_init(uint32_t barrier, uint32_t arrivals) { emulator::mbarr
 inline void mbarrier_inval(uint32_t barrier) { emulator::mbarrier_inval(barrier); }
 inline void fence_mbarrier_init() {}
 inline void mbarrier_arrive(uint32_t barrier) { emulator::mbarrier_arrive(barrier, 0); }
+inline void mbarrier_arrive_at_rank(uint32_t barrier, uint32_t rank) {
+  emulator::mbarrier_arrive_at_rank(barrier, rank);
+}
 inline void mbarrier_arrive_expect_tx(uint32_t barrier, uint32_t bytes) { emulator::mbarrier_arrive(barrier, bytes); }
 inline void mbarrier_wait(uint32_t barrier, uint32_t parity) { emulator::mbarrier_wait(barrier, parity); }
 
@@ -109,6 +117,13 @@ inline void tma_load(uint32_t to, const TensorMap& map, uint32_t barrier, int32_
 inline void tma_load(uint32_t to, const TensorMap& map, uint32_t barrier, int32_t x0, int32_t x1, int32_t x2,
                      int32_t x3, int32_t x4, uint64_t) {
   host::tma_load(to, map, barrier, {x0, x1, x2, x3, x4});
+}
+inline void tma_load_pair(uint32_t to, const TensorMap& map, uint32_t barrier, int32_t x0, int32_t x1, int32_t x2,
+                          int32_t x3, int32_t x4) {
+  for (uint32_t rank = 0; rank < 2; ++rank) {
+    const uint32_t bytes = host::load_box(emulator::shared_of_rank(rank), to, map, {x0, x1, x2, x3, x4});
+    emulator::mbarrier_complete_tx_at_rank(barrier, rank, bytes);
+  }
 }
 inline void tma_store(uint32_t from, const TensorMap& map, int32_t x0, int32_t x1, int32_t x2, int32_t x3) {
   host::tma_store(from, map, {x0, x1, x2, x3, 0});

@@ -22,7 +22,12 @@ FEWER = {"XLA_ATTENTION_TEST_CASES": "8", "XLA_ATTENTION_FUZZ_CALLS": "200"}
 # Tests of a topic that call each tuned kernel once and take seconds. docs/dev/tests.md says why racecheck is not among
 # the tools.
 EACH_KERNEL = {
-    "tuned_prefill": ("tuned_kernels_are_chosen", "the_fused_kernel_is_chosen", "many_fused_decode_sequences"),
+    "tuned_prefill": (
+        "tuned_kernels_are_chosen",
+        "long_sequences_without_a_mask",
+        "the_fused_kernel_is_chosen",
+        "many_fused_decode_sequences",
+    ),
     "tuned_decode": ("cluster_decode_is_chosen",),
     "tuned_backward": ("tuned_backward_kernels_are_chosen",),
     "tuned_split_kv": ("the_kernel_is_chosen",),

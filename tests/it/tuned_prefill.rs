@@ -2,8 +2,8 @@
 //! to them, against the reference on every device; and on Hopper, that these kernels were launched.
 
 use crate::support::{
-    ALIBI, Alibi, AttentionCase, BF16, BatchSpec, Dtypes, F16, F32, KvLayout, Mask, MemoryLayout, PairwiseOptions,
-    ReferenceCase, ScaleKind, Side, assert_named_matches_reference, for_both_sides, skips_slow_test,
+    ALIBI, Alibi, AttentionCase, BF16, BatchSpec, Dtypes, F16, F32, InvalidMetadata, KvLayout, Mask, MemoryLayout,
+    PairwiseOptions, ReferenceCase, ScaleKind, Side, assert_named_matches_reference, for_both_sides, skips_slow_test,
 };
 
 const DTYPES: [Dtypes; 5] =
@@ -237,6 +237,53 @@ fn batches_of_many_fp8_tiles_agree_with_the_reference() {
     }
 }
 
+/// Calls without a mask that Hopper computes in clusters of two CTAs: sequences of one length, whose tiles are all in pairs; and
+/// others, where one of a cluster's CTAs has few rows or none, and sequences with few keys, one block, or none.
+#[test]
+fn calls_without_a_mask_agree_with_the_reference() {
+    let equal = MemoryLayout::contiguous().bare();
+    // With 8 rows of no sequence.
+    let around = MemoryLayout { rows_around: (3, 5), spare_pages: 7, ..equal.clone() };
+    let mut seed = 0;
+    for (head_dim, value_dim) in [(192, 192), (256, 256), (256, 200), (136, 176), (200, 64)] {
+        for (lengths, heads, layout) in [
+            (&[(128, 250); 5][..], (16, 2), &equal),
+            (&[(256, 200); 4], (4, 1), &equal),
+            // 512 on average.
+            (&[(700, 300), (503, 0), (401, 77), (444, 96)], (16, 1), &equal),
+            (&[(700, 300), (503, 0), (401, 77), (436, 96)], (16, 1), &around),
+        ] {
+            seed += 1;
+            let spec = BatchSpec {
+                dtypes: [Dtypes::same(BF16), Dtypes::same(F16), Dtypes::wide(BF16, BF16), Dtypes::same(BF16)]
+                    [seed as usize % 4],
+                heads,
+                head_dim,
+                value_dim: Some(value_dim),
+                lengths: lengths.to_vec(),
+                mask: Mask::FULL,
+                leftpad: seed % 4 == 1,
+                sinks: seed % 3 == 1,
+                seed,
+                ..BatchSpec::default()
+            };
+            let memory_layout = MemoryLayout {
+                seqused_k: seed % 4 == 3,
+                workspace: [None, Some(9_000_001)][seed as usize % 2],
+                seed,
+                ..layout.clone()
+            };
+            let mut case = AttentionCase::flash(&spec.batch(), &memory_layout);
+            if seed % 4 == 0 {
+                case.disorder(false, seed);
+                case.compare_with_reference(InvalidMetadata::Clamped);
+            } else {
+                assert_named_matches_reference(&format!("clusters {seed}"), &mut case);
+            }
+        }
+    }
+}
+
 /// Long and short sequences in pages that the fused kernel takes.
 #[test]
 fn fused_prefill_and_decode_agrees_with_the_reference() {
@@ -386,6 +433,30 @@ mod on_their_own_gpu {
                         assert_logged(log, &format!("hopper_prefill_{name}_{dims}{keys}_{logits} with"));
                     }
                 }
+            }
+        }
+    }
+
+    /// More pairs of work tiles than clusters, each with several blocks of keys.
+    #[test]
+    fn long_sequences_without_a_mask_take_clusters() {
+        let Some(gpu) = Gpu::with_tuned_kernels_or_skip() else { return };
+        let log = log();
+        for (dtype, name) in [(BF16, "bf16"), (F16, "f16")] {
+            for head_dim in [192, 256] {
+                let spec = BatchSpec {
+                    dtypes: dtype.into(),
+                    head_dim,
+                    heads: (Gpu::sms().div_ceil(4), 1),
+                    lengths: vec![(1024, 700)],
+                    mask: Mask::FULL,
+                    ..BatchSpec::default()
+                };
+                AttentionCase::flash(&spec.batch(), &MemoryLayout::contiguous().bare())
+                    .invocation()
+                    .run_on_gpu(&gpu, BufferPadding::Redzones, 0)
+                    .unwrap();
+                assert_logged(log, &format!("hopper_prefill_{name}_{head_dim}_cluster_contiguous_none with"));
             }
         }
     }

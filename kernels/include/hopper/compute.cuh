@@ -181,12 +181,12 @@ __device__ __forceinline__ void compute_tiles(const HopperPrefillParams& prefill
       pipeline.values_full(now).wait();
       issue_pv(now);
       ptx::wgmma_wait_group<1>();
-      release(pipeline.keys_empty(next));
+      if (is_lane_0) pipeline.release_keys(next);
       if (block == first) release(pipeline.query_empty(tile_count));
       softmax_block(masked);
       ptx::wgmma_wait_group<0>();
       pack_weights();
-      release(pipeline.values_empty(now));
+      if (is_lane_0) pipeline.release_values(now);
       if (state.max_changed()) {
         state.rescale_output();
         if constexpr (kRoundsPerBlock) state.template round_max_weights<T>(scores);
@@ -217,7 +217,7 @@ __device__ __forceinline__ void compute_tiles(const HopperPrefillParams& prefill
       for (uint32_t& bits : columns.bits) bits = xa::ptx::opaque(bits);
     }
     ptx::wgmma_wait_group<0>();
-    release(pipeline.keys_empty(now));
+    if (is_lane_0) pipeline.release_keys(now);
     if (block == first) release(pipeline.query_empty(tile_count));
     const bool masked = block < common_begin || block >= common_end;
     if constexpr (!kTransforms) {
@@ -245,7 +245,7 @@ __device__ __forceinline__ void compute_tiles(const HopperPrefillParams& prefill
     if constexpr (kScaleInExponent && !kRoundsPerBlock) state.round_max_weight(unit, round_to<T>);
     finalize_rows();
     ptx::wgmma_wait_group<0>();
-    release(pipeline.values_empty(last));
+    if (is_lane_0) pipeline.release_values(last);
     ++block_count;
     if constexpr (Shape::kHasWarpgroupBlocks) {
       pass_blocks(pipeline, block_count, first - uniform(tile.first_block));

@@ -17,6 +17,7 @@ namespace xa::hopper {
 /// `Config` is a row of tiles::HopperPrefill (kernels/variants.toml).
 template <typename Config>
 struct F32PrefillShape : Config {
+  static constexpr int kClusterSize = 1, kNoRows = 0;
   static constexpr int kHeadDim = Config::kDim, kValueDim = Config::kValueDim;
   using Tile = PrefillTile;
   static constexpr int kRows = 64 * Config::kWarpgroups;

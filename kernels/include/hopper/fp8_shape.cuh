@@ -19,6 +19,7 @@ template <typename Config, Storage kStorage_>
 struct Fp8PrefillShape : Config {
   static constexpr int kHeadDim = Config::kDim, kValueDim = Config::kValueDim;
   static constexpr Storage kStorage = kStorage_;
+  static constexpr int kClusterSize = 1, kNoRows = 0;
   /// As in PrefillShape.
   static constexpr bool kHasWarpgroupBlocks = Config::kWarpgroups > 1 && Config::kStages > 2;
   using Tile = std::conditional_t<kHasWarpgroupBlocks, WarpgroupTile, PrefillTile>;

@@ -63,7 +63,13 @@ class TmaLoader {
     if (clears) full = pipeline_.partial_values_full(partial_blocks_);
     const uint32_t to = kOfKeys ? pipeline_.keys(state.stage) : pipeline_.loaded_values(state.stage);
     const TensorMap& map = kOfKeys ? params_.k : params_.v;
-    wait_for_stage(count);
+    if (loads_for_cluster()) {
+      wait_for_stage(count);
+    } else {
+      // The other CTA loads the block into both, perhaps before this one expects it, but not before it is complete
+      // here.
+      full.producer_wait();
+    }
     // The phase of `full` cannot complete before lane 0's arrival below, so no lane misses the phase of `empty`.
     __syncwarp();
     if constexpr (kPaged) {
@@ -78,9 +84,11 @@ class TmaLoader {
       }
     } else if (lane_ == 0) {
       full.arrive_expect_tx(Block::kBytes);
-      for_each_box(to, [&](uint32_t box_to, int32_t column) {
-        load_box(box_to, map, full.address, column, start_ + first_key, 0, head_, 0);
-      });
+      if (loads_for_cluster()) {
+        for_each_box(to, [&](uint32_t box_to, int32_t column) {
+          load_box(box_to, map, full.address, column, start_ + first_key, 0, head_, 0);
+        });
+      }
     }
     if (!clears) return;
     ++partial_blocks_;
@@ -103,6 +111,12 @@ class TmaLoader {
   static constexpr int kBlocks = (128 << 10) / (Shape::KeyBlock::kBytes + Shape::ValueBlock::kBytes);
   static constexpr int kBlocksAhead = kBlocks < 2 ? 2 : kBlocks < Shape::kStages ? kBlocks : Shape::kStages;
 
+  /// Whether this CTA loads the operand, for all CTAs of the cluster.
+  static __device__ __forceinline__ bool loads_for_cluster() {
+    if constexpr (Shape::kClusterSize == 1) return true;
+    return blockIdx.y == (kOfKeys ? Pipeline<Shape>::kKeysRank : Pipeline<Shape>::kValuesRank);
+  }
+
   /// Waits until block `count` may be loaded.
   __device__ __forceinline__ void wait_for_stage(int32_t count) const {
     if constexpr (Shape::kSplitsKeys) {
@@ -118,7 +132,9 @@ class TmaLoader {
   /// Loads a box, which another CTA reads too unless the sequence has one tile.
   __device__ __forceinline__ void load_box(uint32_t to, const TensorMap& map, uint32_t barrier, int32_t x0, int32_t x1,
                                            int32_t x2, int32_t x3, int32_t x4) const {
-    if (Shape::kSplitsKeys && reads_once_) {
+    if constexpr (Shape::kClusterSize > 1) {
+      ptx::tma_load_pair(to, map, barrier, x0, x1, x2, x3, x4);
+    } else if (Shape::kSplitsKeys && reads_once_) {
       ptx::tma_load(to, map, barrier, x0, x1, x2, x3, x4, xa::ptx::evict_first_policy());
     } else {
       ptx::tma_load(to, map, barrier, x0, x1, x2, x3, x4);
@@ -348,7 +364,7 @@ __device__ __forceinline__ void load_blocks_with(Loader loader, const HopperPref
     pipeline.tile_full(tile_state).wait();
     const PrefillTile& tile = pipeline.tile(tile_state);
     int32_t block = tile.end_block - 1;
-    if (tile.work.tile.num_rows > 0 && block >= tile.first_block) {
+    if (tile.work.tile.num_rows > Shape::kNoRows && block >= tile.first_block) {
       const int32_t wanted_at = min(tile.first_block + kBlocksToGo, block);
       loader.begin(tile, block);
       if (kWaits && block_count == 0 && kOperand == Operand::values) pipeline.first_keys_loaded().wait();
@@ -373,7 +389,7 @@ __device__ __forceinline__ void load_blocks_with(Loader loader, const HopperPref
     } else if (kOperand == Operand::keys && threadIdx.x % 32 == 0) {
       pipeline.tile_wanted(count).arrive();
     }
-    has_tile = tile.work.tile.num_rows > 0;
+    has_tile = tile.work.tile.num_rows > Shape::kNoRows;
     __syncwarp();
     if (threadIdx.x % 32 == 0) pipeline.tile_empty(tile_state).arrive();
   }

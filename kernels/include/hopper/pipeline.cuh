@@ -8,10 +8,14 @@
 //   V [kStages]      TMA or cp.async of the V warp   compute warps
 //   V in fp8         TMA, then the transpose warps   compute warps
 //   f32 K or V       cp.async of the load warps      compute warps, which split them (f32_compute.cuh)
+//
+// In a cluster of two CTAs, TMA of one CTA writes K to both, and of the other one V. Each CTA expects the bytes at its
+// own full barriers; the compute warps of both arrive at the empty barrier of the CTA that loads.
 #pragma once
 
 #include <cstdint>
 
+#include "cluster_async.cuh"
 #include "hopper/ptx.cuh"
 #include "hopper/shape.cuh"
 #include "ptx.cuh"
@@ -51,6 +55,7 @@ template <typename Shape>
 class Pipeline {
   static constexpr int kStages = Shape::kStages;
   static constexpr bool kHasTranspose = Shape::kTransposeWarps > 0;
+  static constexpr int kHasTickets = Shape::kClusterSize > 1 ? 1 : 0;
   // Index of the first mbarrier of each kind.
   enum : int {
     kQueryFull = 0,
@@ -68,11 +73,16 @@ class Pipeline {
     kOutputLeft = kFirstKeysLoaded + 1,
     kLoadedValuesFull = kOutputLeft + (Shape::kStagesOutputInValues ? kStages : 0),
     kLoadedValuesEmpty = kLoadedValuesFull + (kHasTranspose ? kStages : 0),
-    kBarriers = kLoadedValuesEmpty + (kHasTranspose ? kStages : 0),
+    kTicketFull = kLoadedValuesEmpty + (kHasTranspose ? kStages : 0),
+    kTicketEmpty = kTicketFull + kHasTickets,
+    kBarriers = kTicketEmpty + kHasTickets,
   };
-  static_assert(Shape::kBarriersOffset + 8 * (kBarriers + 1) + Shape::kAlignment <= Shape::kSharedBytes);
+  static_assert(Shape::kBarriersOffset + 8 * (kBarriers + 1 + kHasTickets) + Shape::kAlignment <= Shape::kSharedBytes);
 
  public:
+  /// The CTAs of a cluster that load K and V for both.
+  static constexpr uint32_t kKeysRank = 0, kValuesRank = Shape::kClusterSize - 1;
+
   /// `shared` is dynamic shared memory of kSharedBytes bytes. The pipeline starts at its first aligned address.
   __device__ __forceinline__ explicit Pipeline(uint8_t* shared) {
     const uint32_t address = xa::ptx::shared_address(shared);
@@ -89,9 +99,9 @@ class Pipeline {
     init(kQueryFull, 1, 1);
     init(kQueryEmpty, 1, Shape::kComputeWarps);
     init(kKeysFull, kStages, Shape::kKeyLoadWarps);
-    init(kKeysEmpty, kStages, Shape::kComputeWarps);
+    init(kKeysEmpty, kStages, Shape::kClusterSize * Shape::kComputeWarps);
     init(kValuesFull, kStages, kHasTranspose ? Shape::kTransposeWarps : 1);
-    init(kValuesEmpty, kStages, Shape::kComputeWarps);
+    init(kValuesEmpty, kStages, Shape::kClusterSize * Shape::kComputeWarps);
     init(kTileFull, 2, 1);
     init(kTileEmpty, 2, Shape::kComputeWarps + Shape::kLoadWarps);
     init(kTileWanted, 1, 1);
@@ -103,6 +113,7 @@ class Pipeline {
       init(kLoadedValuesFull, kStages, 1);
       init(kLoadedValuesEmpty, kStages, Shape::kTransposeWarps);
     }
+    if constexpr (kHasTickets != 0) init(kTicketFull, 2, 1);
     ptx::fence_mbarrier_init();
     ptx::fence_proxy_async_shared();
   }
@@ -122,6 +133,22 @@ class Pipeline {
   }
   __device__ __forceinline__ Barrier values_empty(PipelineState<kStages> state) const {
     return barrier(kValuesEmpty, state);
+  }
+  /// A consumer's arrival at `keys_empty` of the CTA that loads K.
+  __device__ __forceinline__ void release_keys(PipelineState<kStages> state) const {
+    if constexpr (Shape::kClusterSize > 1) {
+      ptx::mbarrier_arrive_at_rank(keys_empty(state).address, kKeysRank);
+    } else {
+      keys_empty(state).arrive();
+    }
+  }
+  /// The same of V.
+  __device__ __forceinline__ void release_values(PipelineState<kStages> state) const {
+    if constexpr (Shape::kClusterSize > 1) {
+      ptx::mbarrier_arrive_at_rank(values_empty(state).address, kValuesRank);
+    } else {
+      values_empty(state).arrive();
+    }
   }
   /// V as loaded: the transpose warps' input, or without them the compute warps' V.
   __device__ __forceinline__ Barrier loaded_values_full(PipelineState<kStages> state) const {
@@ -145,6 +172,25 @@ class Pipeline {
   /// The rows of O that a warpgroup staged in V after the CTA's tile number `tile_count` have left it.
   __device__ __forceinline__ Barrier output_left(int32_t warpgroup, int32_t tile_count) const {
     return barrier(kOutputLeft + warpgroup, tile_count & 1);
+  }
+
+  /// Sends the cluster's ticket number `count`, a value of the tile counter, to its second CTA. Run by a warp of the
+  /// first one.
+  __device__ __forceinline__ void send_ticket(uint32_t ticket, int32_t count) const {
+    barrier(kTicketEmpty, count & 1).producer_wait();
+    __syncwarp();
+    if (threadIdx.x % 32 == 0) xa::ptx::store_async_4(ticket_address(), 1, ticket, barrier(kTicketFull, 0).address);
+  }
+  /// Receives it.
+  __device__ __forceinline__ uint32_t receive_ticket(int32_t count) const {
+    const Barrier full = barrier(kTicketFull, count & 1);
+    if (threadIdx.x % 32 == 0) full.arrive_expect_tx(4);
+    __syncwarp();
+    xa::ptx::wait_for_cluster_stores(full.address, full.phase);
+    const uint32_t ticket = *reinterpret_cast<volatile uint32_t*>(shared_ + (ticket_address() - address_));
+    __syncwarp();
+    if (threadIdx.x % 32 == 0) ptx::mbarrier_arrive_at_rank(barrier(kTicketEmpty, 0).address, 0);
+    return ticket;
   }
 
   __device__ __forceinline__ uint32_t query() const { return address_; }
@@ -199,6 +245,9 @@ class Pipeline {
   }
 
  private:
+  __device__ __forceinline__ uint32_t ticket_address() const {
+    return address_ + Shape::kBarriersOffset + 8 * (kBarriers + 1);
+  }
   __device__ __forceinline__ Barrier barrier(int index, uint32_t phase) const {
     return Barrier{address_ + Shape::kBarriersOffset + 8 * index, phase};
   }

@@ -3,6 +3,7 @@
 
 #include <cstdint>
 
+#include "hopper/cluster_ptx.cuh"
 #include "hopper/compute.cuh"
 #include "hopper/load.cuh"
 #include "hopper/pipeline.cuh"
@@ -27,7 +28,14 @@ __device__ __forceinline__ void prefill(const HopperPrefillParams& params, const
   TileScheduler<Shape> scheduler(params);
   // Beside the initialisation: every other warp waits for the first tile.
   if (warp == Shape::kComputeWarps + 2) scheduler.begin();
-  __syncthreads();
+  if constexpr (Shape::kClusterSize > 1) {
+    // The other CTA arrives at this one's mbarriers, and TMA writes to both.
+    __syncwarp();
+    xa::ptx::cluster_arrive_relaxed();
+    xa::ptx::cluster_wait();
+  } else {
+    __syncthreads();
+  }
   if (warp >= Shape::kComputeWarps) {
     ptx::warpgroup_reg_dealloc<Shape::kLoaderRegisters>();
     switch (warp - Shape::kComputeWarps) {
@@ -51,6 +59,12 @@ __device__ __forceinline__ void prefill(const HopperPrefillParams& params, const
   } else {
     ptx::warpgroup_reg_alloc<Shape::kRegisters>();
     compute_tiles<Shape, T, LogitsTransform>(params, pipeline);
+  }
+  if constexpr (Shape::kClusterSize > 1) {
+    // The other CTA may still arrive at mbarriers of this one.
+    __syncwarp();
+    xa::ptx::cluster_arrive();
+    xa::ptx::cluster_wait();
   }
 }
 

@@ -28,6 +28,16 @@ __device__ __forceinline__ void mbarrier_arrive(uint32_t barrier) {
 __device__ __forceinline__ void mbarrier_arrive_expect_tx(uint32_t barrier, uint32_t bytes) {
   asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(barrier), "r"(bytes) : "memory");
 }
+/// Arrives at an mbarrier of CTA `rank` of the cluster. Not `.release.cluster`, which would be a fence of the whole
+/// GPU: what the CTA has read of a stage it has read when the products are there.
+__device__ __forceinline__ void mbarrier_arrive_at_rank(uint32_t barrier, uint32_t rank) {
+  asm volatile(
+      "{\n.reg .b32 remote;\n"
+      "mapa.shared::cluster.u32 remote, %0, %1;\n"
+      "mbarrier.arrive.shared::cluster.b64 _, [remote];\n}" ::"r"(barrier),
+      "r"(rank)
+      : "memory");
+}
 /// Waits until the phase of this parity has completed. The loop must contain nothing else: with any exit from it, even
 /// to a trap, ptxas ignores setmaxnreg.
 __device__ __forceinline__ void mbarrier_wait(uint32_t barrier, uint32_t parity) {
@@ -67,6 +77,16 @@ __device__ __forceinline__ void tma_load(uint32_t to, const TensorMap& map, uint
       "cp.async.bulk.tensor.5d.shared::cluster.global.tile.mbarrier::complete_tx::bytes.L2::cache_hint [%0], [%1, "
       "{%3, %4, %5, %6, %7}], [%2], %8;" ::"r"(to),
       "l"(&map), "r"(barrier), "r"(x0), "r"(x1), "r"(x2), "r"(x3), "r"(x4), "l"(policy)
+      : "memory");
+}
+/// Loads a box to the same address of both CTAs of a cluster of two; in each the mbarrier at `barrier` counts its
+/// bytes.
+__device__ __forceinline__ void tma_load_pair(uint32_t to, const TensorMap& map, uint32_t barrier, int32_t x0,
+                                              int32_t x1, int32_t x2, int32_t x3, int32_t x4) {
+  asm volatile(
+      "cp.async.bulk.tensor.5d.shared::cluster.global.tile.mbarrier::complete_tx::bytes.multicast::cluster [%0], [%1, "
+      "{%3, %4, %5, %6, %7}], [%2], %8;" ::"r"(to),
+      "l"(&map), "r"(barrier), "r"(x0), "r"(x1), "r"(x2), "r"(x3), "r"(x4), "h"(static_cast<uint16_t>(3))
       : "memory");
 }
 /// Stores a box from shared memory asynchronously, as a bulk group. The thread must call `bulk_wait_group_read` before

@@ -43,7 +43,8 @@ class TileScheduler {
     load_sequences(0);
   }
 
-  /// Writes tile `index` to `to`; past the last tile, one with num_rows = 0.
+  /// Writes tile `index` to `to`; past the last tile, one with num_rows = kNoRows. The CTAs of a cluster have the
+  /// same index and adjacent rows.
   __device__ __forceinline__ void locate(uint32_t index, int32_t packs_per_kv_head, PrefillTile& to) {
     while (index - before_ >= num_tiles() && first_ + 32 < num_seqs_) {
       before_ += num_tiles();
@@ -51,7 +52,7 @@ class TileScheduler {
     }
     index -= before_;
     if (index >= num_tiles()) {
-      if (threadIdx.x % 32 == 0) to.work.tile.num_rows = 0;
+      if (threadIdx.x % 32 == 0) to.work.tile.num_rows = Shape::kNoRows;
       return;
     }
     if (kKeepsSequencesTogether && !is_causal_) {
@@ -62,6 +63,8 @@ class TileScheduler {
   }
 
  private:
+  /// Rows of all CTAs of the cluster.
+  static constexpr int kRows = Shape::kClusterSize * Shape::kRows;
   /// Whether a sequence's heads follow each other, because rows of K, V and O of adjacent heads are adjacent in DRAM: 1
   /// to 3 % faster. At smaller D it gains nothing, and the load warps have too few registers for it.
   static constexpr bool kKeepsSequencesTogether = Shape::kHeadDim >= 128;
@@ -86,7 +89,7 @@ class TileScheduler {
     first_level_ = 0;
     if (is_causal_ && is_selected) {
       const int32_t shift = Visibility::shift_of(params_, sequence_);
-      first_level_ = clamp(shift, 0, sequence_.len_k) / (Shape::kRows / params_.group);
+      first_level_ = clamp(shift, 0, sequence_.len_k) / (kRows / params_.group);
     }
     tiles_per_head_ = __reduce_add_sync(~0u, tiles_of_sequence());
     if (is_causal_) {
@@ -133,7 +136,7 @@ class TileScheduler {
 
   /// Tiles of this lane's sequence in each head. Not held in a register: the warp has few.
   __device__ __forceinline__ int32_t tiles_of_sequence() const {
-    return (sequence_.len_q * params_.group + Shape::kRows - 1) / Shape::kRows;
+    return (sequence_.len_q * params_.group + kRows - 1) / kRows;
   }
   /// They have the levels first_level_ + 1 to end_level(), in the order of their rows.
   __device__ __forceinline__ int32_t end_level() const { return first_level_ + tiles_of_sequence(); }
@@ -202,9 +205,14 @@ class TileScheduler {
   /// Writes tile `index` of this lane's sequence.
   __device__ __forceinline__ void write(int32_t index, int32_t head, int32_t packs_per_kv_head, PrefillTile& to) const {
     QoTile tile = sequence_;
-    tile.first_row = index * Shape::kRows;
-    tile.num_rows = min(Shape::kRows, tile.len_q * params_.group - tile.first_row);
+    tile.first_row = index * kRows;
+    tile.num_rows = min(kRows, tile.len_q * params_.group - tile.first_row);
     const KeyRange keys = visible_keys(params_, tile);
+    if constexpr (Shape::kClusterSize > 1) {
+      const int32_t first = blockIdx.y * Shape::kRows;
+      tile.first_row += first;
+      tile.num_rows = clamp(tile.num_rows - first, 0, Shape::kRows);
+    }
     to.work.tile = tile;
     to.work.keys = keys;
     to.work.kv_head = head;
@@ -260,6 +268,18 @@ __device__ __forceinline__ void set_warpgroup_blocks(const HopperPrefillParams& 
   tile.warpgroup_end_block[warpgroup] = begin < end ? (end + Shape::kKeys - 1) / Shape::kKeys : tile.first_block;
 }
 
+/// The cluster's ticket number `count`: the next value of the tile counter, which its first CTA takes for both.
+template <typename Shape>
+__device__ __forceinline__ uint32_t next_ticket(const HopperPrefillParams& params, const Pipeline<Shape>& pipeline,
+                                                int32_t count) {
+  if (blockIdx.y != 0) return pipeline.receive_ticket(count);
+  uint32_t next = 0;
+  if (threadIdx.x % 32 == 0) next = atomicAdd(reinterpret_cast<unsigned long long*>(params.next_tile), 1ull);
+  next = __shfl_sync(~0u, next, 0);
+  pipeline.send_ticket(next, count);
+  return next;
+}
+
 /// The scheduler warp: writes one work tile after another, then one without rows. The scheduler has begun.
 template <typename Shape, typename LogitsTransform>
 __device__ __forceinline__ void schedule_tiles(const HopperPrefillParams& params, const Pipeline<Shape>& pipeline,
@@ -270,15 +290,21 @@ __device__ __forceinline__ void schedule_tiles(const HopperPrefillParams& params
     if constexpr (Shape::kHeadDim > 128) return initial.first < 0 ? 0 : ptx::num_ctas();
     return initial.num_static;
   };
+  constexpr int32_t kNoRows = Shape::kNoRows;
   int32_t rows = 1;
 #pragma unroll 1
-  for (int32_t count = 0; rows > 0; ++count) {
+  for (int32_t count = 0; rows > kNoRows; ++count) {
     const PipelineState<2> state(count);
     pipeline.tile_empty(state).producer_wait();
-    if (count > 0) pipeline.tile_wanted(count - 1).wait();
+    // The second CTA of a cluster waits for the first one's ticket instead.
+    if (count > 0 && (Shape::kClusterSize == 1 || blockIdx.y == 0 || params.next_tile == nullptr)) {
+      pipeline.tile_wanted(count - 1).wait();
+    }
     if (count > 0 || initial.first < 0) {
       if (params.next_tile == nullptr) {
         index += num_static();
+      } else if constexpr (Shape::kClusterSize > 1) {
+        index = num_static() + next_ticket(params, pipeline, count - 1);
       } else {
         uint32_t next = 0;
         if (threadIdx.x % 32 == 0) next = atomicAdd(reinterpret_cast<unsigned long long*>(params.next_tile), 1ull);
@@ -295,8 +321,9 @@ __device__ __forceinline__ void schedule_tiles(const HopperPrefillParams& params
     }
     if (threadIdx.x % 32 == 0) {
       const int32_t kv_head = tile.work.kv_head / params.packs_per_kv_head;
-      tile.work.score_factor = rows > 0 ? LogitsTransform::factor(params.attention, kv_head) : 0.0f;
-      tile.value_factor = rows > 0 ? params.attention.value_factor * scale_of(params.attention.v_scale, kv_head) : 0.0f;
+      tile.work.score_factor = rows > kNoRows ? LogitsTransform::factor(params.attention, kv_head) : 0.0f;
+      tile.value_factor =
+          rows > kNoRows ? params.attention.value_factor * scale_of(params.attention.v_scale, kv_head) : 0.0f;
       pipeline.tile_full(state).arrive();
     }
     __syncwarp();

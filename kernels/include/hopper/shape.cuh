@@ -51,9 +51,22 @@ constexpr bool kTransformsLogits = true;
 template <int kBytes, typename HeadDim>
 constexpr bool kTransformsLogits<tiles::HopperPrefill<kBytes, HeadDim, tiles::logits_none>> = false;
 
+/// CTAs per cluster of a row of tiles::HopperPrefill.
+template <typename Config>
+constexpr int kCtasPerCluster = 1;
+template <int kBytes, typename Logits>
+constexpr int kCtasPerCluster<tiles::HopperPrefill<kBytes, tiles::head_dim_192_cluster, Logits>> = 2;
+template <int kBytes, typename Logits>
+constexpr int kCtasPerCluster<tiles::HopperPrefill<kBytes, tiles::head_dim_256_cluster, Logits>> = 2;
+
 /// `Config` is a row of tiles::HopperPrefill (kernels/variants.toml).
 template <typename Config, Storage kStorage_>
 struct PrefillShape : Config {
+  /// The CTAs of a cluster work on adjacent tiles of a KV head at the same time and load K and V for each other.
+  static constexpr int kClusterSize = kCtasPerCluster<Config>;
+  /// QoTile::num_rows of what follows the last tile. In a cluster, a CTA's tile may have no rows, but takes part in the
+  /// loads of the other one's keys.
+  static constexpr int kNoRows = kClusterSize > 1 ? -1 : 0;
   static constexpr int kHeadDim = Config::kDim, kValueDim = Config::kValueDim;
   static constexpr Storage kStorage = kStorage_;
   /// Whether a warpgroup passes over the blocks of a tile that no row of its own attends to. It is then up to a block
@@ -108,7 +121,7 @@ struct PrefillShape : Config {
   static constexpr bool kHasOutputStaging = !Config::kSplitsKeys && kOutputOffset + kOutputBytes < 226 * 1024;
   /// Elsewhere each warpgroup stages its rows in a stage of V, which is loaded again once they have left.
   static constexpr bool kStagesOutputInValues =
-      !Config::kSplitsKeys && !kTransformsLogits<Config> && !kHasOutputStaging;
+      !Config::kSplitsKeys && !kTransformsLogits<Config> && !kHasOutputStaging && kClusterSize == 1;
   static_assert(!kStagesOutputInValues || Config::kWarpgroups == Config::kStages);
   /// Pages that TMA boxes cannot describe are loaded row by row (CpAsyncLoader).
   static constexpr bool kHasCpAsyncLoader = kStorage == Storage::paged;

@@ -28,12 +28,12 @@ __device__ __forceinline__ void for_each_tile(const HopperPrefillParams& prefill
   int32_t rows = 1;
   // `count` counts the scheduler's tiles, `tile_count` those that have keys, for which Q is loaded.
 #pragma unroll 1
-  for (int32_t count = 0, tile_count = 0; rows > 0; ++count) {
+  for (int32_t count = 0, tile_count = 0; rows > Shape::kNoRows; ++count) {
     const PipelineState<2> tile_state(count);
     pipeline.tile_full(tile_state).wait();
     const typename Shape::Tile& tile = pipeline.tile(tile_state);
     rows = uniform(tile.work.tile.num_rows);
-    if (rows > 0) {
+    if (rows > Shape::kNoRows) {
       const int32_t first = uniform(tile.first_block), end = uniform(tile.end_block);
       // With a single block, the stage may still hold rows of the other warpgroup's tile before.
       const bool has_staging = Shape::kStagesOutputInValues ? stages_output_in_values<Shape>(prefill) && first + 1 < end
@@ -68,7 +68,9 @@ __device__ __forceinline__ void for_each_tile(const HopperPrefillParams& prefill
   if (params.clears_padding_rows != 0) {
     pipeline.starts_checked().wait();
     const bool ascend = pipeline.starts_ascend() != 0;
-    clear_padding_rows<Out, Shape::kComputeThreads>(params, ascend, live_rows(params, ascend), blockIdx.x, gridDim.x);
+    const int32_t cta = Shape::kClusterSize * blockIdx.x + (Shape::kClusterSize > 1 ? blockIdx.y : 0);
+    clear_padding_rows<Out, Shape::kComputeThreads>(params, ascend, live_rows(params, ascend), cta,
+                                                    Shape::kClusterSize * gridDim.x);
   }
 }
 

@@ -51,7 +51,7 @@ const LONG_ON_AVERAGE: i64 = 256;
 pub(super) fn launches_for_all<'c>(call: &Call<'c>) -> Result<Option<Launches<'c>>> {
     let prefill = HopperPrefill::of(call.problem, &call.device);
     let Some(prefill) = prefill.filter(|prefill| prefill.takes_all(call.problem)) else { return Ok(None) };
-    let tiles = max_tiles(call.rows() * prefill.pack_gqa, prefill.tile.rows(), call.seqs().min(call.rows()));
+    let tiles = prefill.max_tiles(call, call.seqs().min(call.rows()));
     let params = AttentionParams { clears_padding_rows: 1, ..call.params_for(1, UNLIMITED) };
     let list = vec![prefill.launch(call, tiles, &params)?];
     Ok(Some(Launches { list, store_new_tokens: false }))
@@ -60,7 +60,7 @@ pub(super) fn launches_for_all<'c>(call: &Call<'c>) -> Result<Option<Launches<'c
 /// Strategy: prefill for the long sequences, decode for the others.
 pub(super) fn launches<'c>(call: &Call<'c>) -> Result<Option<Launches<'c>>> {
     let Some(prefill) = HopperPrefill::of(call.problem, &call.device) else { return Ok(None) };
-    let tiles = max_tiles(call.rows() * prefill.pack_gqa, prefill.tile.rows(), call.long_sequences());
+    let tiles = prefill.max_tiles(call, call.long_sequences());
     decode::with_prefill(call, |params| prefill.launch(call, tiles, params)).map(Some)
 }
 
@@ -95,6 +95,12 @@ impl HopperPrefill {
         !problem.batch_invariant && (rows >= LONG_ON_AVERAGE * seqs || self.tile.is_tiny()) && keys_are_few
     }
 
+    /// Maximum number of tiles per KV head that `sequences` sequences of the call have; a cluster's tiles count as one.
+    fn max_tiles(&self, call: &Call, sequences: i64) -> i64 {
+        let rows = self.tile.rows() * i64::from(self.tile.ctas_per_cluster());
+        max_tiles(call.rows() * self.pack_gqa, rows, sequences)
+    }
+
     /// The launch for sequences of at most `tiles` tiles per KV head, with the portable kernel's parameter for them.
     fn launch<'c>(&self, call: &Call<'c>, tiles: i64, attention: &AttentionParams) -> Result<Launch<'c>> {
         let Call { problem, device, .. } = call;
@@ -107,7 +113,7 @@ impl HopperPrefill {
         let parameter =
             Parameter::Prefill(PrefillParameter { prefill: *self, problem, attention: *attention, next_tile });
         let launch = Launch::new(kernel, self.variant(kernel, problem)?, self.shape(problem, tiles, device), parameter);
-        let attributes = LaunchAttributes { starts_early: !next_tile.is_null(), ..LaunchAttributes::NONE };
+        let attributes = LaunchAttributes { cluster: self.tile.ctas_per_cluster(), starts_early: !next_tile.is_null() };
         Ok(Launch { attributes, next_tile, ..launch })
     }
 
@@ -134,16 +140,16 @@ impl HopperPrefill {
         self.tile.bytes == 4
     }
 
-    /// As many CTAs as run at the same time, fewer if there are fewer tiles; `tiles` is the number per KV head.
+    /// As many clusters as run at the same time, fewer if there are fewer tiles; `tiles` is the number per KV head.
     fn shape(&self, problem: &Attention, tiles: i64, device: &Device) -> LaunchConfig {
         let all = tiles.max(1) * self.num_packs(problem);
-        let ctas = all.min(self.max_ctas(device)) as u32;
-        LaunchConfig { grid: [ctas, 1, 1], threads: self.tile.threads(), shared_memory: self.tile.shared_bytes }
+        let grid = [all.min(self.max_clusters(device)) as u32, self.tile.ctas_per_cluster(), 1];
+        LaunchConfig { grid, threads: self.tile.threads(), shared_memory: self.tile.shared_bytes }
     }
 
-    /// Number of CTAs that run at the same time.
-    fn max_ctas(&self, device: &Device) -> i64 {
-        i64::from(device.sms * self.tile.ctas_per_sm)
+    /// Number of clusters that run at the same time; most have one CTA.
+    fn max_clusters(&self, device: &Device) -> i64 {
+        i64::from((device.sms * self.tile.ctas_per_sm / self.tile.ctas_per_cluster()).max(1))
     }
 
     /// Number of packs of all KV heads.
@@ -151,10 +157,10 @@ impl HopperPrefill {
         problem.num_kv_heads as i64 * self.packs_per_kv_head
     }
 
-    /// Address in the caller's workspace of the dynamic scheduler's tile counter; null without room for it or if every CTA
+    /// Address in the caller's workspace of the dynamic scheduler's tile counter; null without room for it or if every cluster
     /// has only one tile.
     fn next_tile(&self, problem: &Attention, tiles: i64, device: &Device) -> *mut u8 {
-        let is_wanted = tiles * self.num_packs(problem) > self.max_ctas(device);
+        let is_wanted = tiles * self.num_packs(problem) > self.max_clusters(device);
         if is_wanted { next_tile_address(problem) } else { null_mut() }
     }
 

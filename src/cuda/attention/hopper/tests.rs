@@ -1,5 +1,6 @@
 //! Which calls Hopper's prefill takes, in which tiles and boxes.
 
+use super::super::LaunchPlan;
 use super::super::tests::{device, named_on, problem};
 use super::*;
 use crate::problem::Scale;
@@ -172,6 +173,45 @@ fn short_sequences_among_long_ones_take_prefill() {
     ] {
         assert_eq!(names(&problem).len(), 2);
     }
+}
+
+#[test]
+fn calls_without_a_mask_run_in_clusters() {
+    let of = |head_dim: usize, rows: usize, seqs: usize| {
+        let storage = KeyStorage::Contiguous { total: rows };
+        let plain = of_dims(&ragged(), head_dim, head_dim);
+        let mut problem = Attention { num_rows: rows, max_seqs: seqs, keys: Keys { storage, ..plain.keys }, ..plain };
+        problem.score.window_right = -1;
+        problem
+    };
+    let name = |problem: &Attention| first_kernel(problem).to_owned();
+    // Two query heads are packed.
+    for (head_dim, bucket) in [(136, "192"), (192, "192"), (200, "256"), (256, "256")] {
+        let clusters = format!("hopper_prefill_bf16_{bucket}_cluster_contiguous_none");
+        let general = format!("hopper_prefill_bf16_{bucket}_contiguous_none");
+        for (rows, seqs) in [(512, 1), (4 * 640, 4), (4096, 1)] {
+            assert_eq!(name(&of(head_dim, rows, seqs)), clusters, "{seqs} sequences of {rows} rows");
+        }
+        // Short sequences; an odd number of tiles; lengths that differ.
+        for (rows, seqs) in [(384, 1), (3 * 576, 3), (4 * 640 + 1, 4), (4095, 1), (5 * 5000, 5)] {
+            assert_eq!(name(&of(head_dim, rows, seqs)), general, "{seqs} sequences of {rows} rows");
+        }
+        let plain = of(head_dim, 4 * 1024, 4);
+        let longest = |longest| Attention { queries: Queries { longest, ..plain.queries }, ..plain };
+        assert_eq!(name(&longest(1024)), clusters);
+        assert_eq!(name(&longest(2000)), general);
+        let causal = of_lengths(&plain, head_dim, plain.num_rows, 0);
+        for other in [causal, Attention { batch_invariant: true, ..plain }] {
+            assert_eq!(name(&other), general);
+        }
+    }
+    assert_eq!(name(&of(128, 4096, 1)), "hopper_prefill_bf16_128_contiguous_none");
+    let wide = of(256, 4096, 1);
+    let plan = LaunchPlan::on(&wide, None, device(true)).expect("the sizes are allowed");
+    let launch = &plan.0.list[0];
+    // Six packs of 32 pairs of tiles.
+    let clusters = (device(true).sms / 2).min(6 * 32);
+    assert_eq!((launch.config.grid, launch.attributes.cluster), ([clusters, 2, 1], 2));
 }
 
 #[test]

@@ -8,6 +8,10 @@ use crate::tensor::DType;
 /// The longest sequence, where it is known, has at most this many times the rows that a tile for short sequences takes on average.
 const LONGEST_TO_MEAN: i64 = 4;
 
+/// Packed query rows that sequences have on average in the calls that are computed in clusters, at least. Shorter ones have not
+/// been measured.
+const CLUSTER_ROWS: i64 = 1024;
+
 impl HopperPrefillTile {
     /// Packed query rows per work tile.
     pub(in crate::cuda::attention) fn rows(&self) -> i64 {
@@ -44,14 +48,39 @@ impl HopperPrefillTile {
         self.ctas_per_sm > 1
     }
 
+    /// CTAs of a cluster, which compute adjacent tiles of a KV head and load K and V for each other. Others have one.
+    pub(in crate::cuda::attention) fn ctas_per_cluster(&self) -> u32 {
+        if self.head_dim.ends_with("_cluster") { 2 } else { 1 }
+    }
+
+    fn is_for_clusters(&self) -> bool {
+        self.ctas_per_cluster() > 1
+    }
+
     /// Whether a tile for short sequences has blocks of other sizes than the general one.
     fn has_other_blocks(&self) -> bool {
         self.is_tiny() || self.bytes == 1
     }
 
-    /// Whether the tile is for sequences of any length.
+    /// Whether the tile is for all calls that its head dimensions fit.
     fn is_general(&self) -> bool {
-        self.max_full_rows == 0 && self.max_causal_rows == 0
+        self.max_full_rows == 0 && self.max_causal_rows == 0 && !self.is_for_clusters()
+    }
+
+    /// Whether clusters are for a call that packs `pack_gqa` query heads: without a mask, where all tiles of a sequence have the
+    /// same keys, and with sequences of one length, which have an even number of tiles. The lengths are known on the device only,
+    /// but others have hardly ever a multiple of a cluster's rows on average. Where the last tile of a sequence is alone, one of
+    /// the cluster's CTAs computes nothing for the time of a tile. Blocks may have another number of keys than the general
+    /// tile's.
+    fn takes_clusters(&self, problem: &Attention, pack_gqa: i64) -> bool {
+        let (rows, seqs) = (problem.num_rows as i64, (problem.max_seqs as i64).max(1));
+        let (packed, longest) = (rows / seqs * pack_gqa, problem.queries.longest as i64);
+        let is_even = rows % seqs == 0
+            && packed % (i64::from(self.ctas_per_cluster()) * self.rows()) == 0
+            && (longest == 0 || longest * seqs == rows);
+        let is_masked = problem.score.window_left >= 0 || problem.score.window_right >= 0;
+        let is_contiguous = matches!(problem.keys.storage, KeyStorage::Contiguous { .. });
+        is_even && packed >= CLUSTER_ROWS && is_contiguous && !is_masked && !problem.batch_invariant
     }
 
     /// Whether the tile is for a call that packs `pack_gqa` query heads. Tiles for short sequences have fewer rows, so they
@@ -61,6 +90,9 @@ impl HopperPrefillTile {
     pub(super) fn takes_lengths(&self, problem: &Attention, pack_gqa: i64) -> bool {
         if self.is_general() {
             return true;
+        }
+        if self.is_for_clusters() {
+            return self.takes_clusters(problem, pack_gqa);
         }
         let has_few_keys =
             matches!(problem.keys.storage, KeyStorage::Contiguous { total } if total <= 2 * problem.num_rows);
@@ -74,8 +106,8 @@ impl HopperPrefillTile {
             && problem.queries.longest as i64 <= LONGEST_TO_MEAN * max_queries
     }
 
-    /// The least of the tiles that take a call is the best: tiny ones, then the smallest bucket, then short tiles, then those
-    /// without a part of the logits transform that the call does not need.
+    /// The least of the tiles that take a call is the best: tiny ones, then the smallest bucket, then those that are not general,
+    /// then those without a part of the logits transform that the call does not need.
     pub(super) fn preference(&self) -> impl Ord {
         (!self.is_tiny(), self.columns(), self.is_general(), self.logits == "softcap_alibi")
     }
