@@ -296,10 +296,7 @@ __device__ __forceinline__ void schedule_tiles(const HopperPrefillParams& params
   for (int32_t count = 0; rows > kNoRows; ++count) {
     const PipelineState<2> state(count);
     pipeline.tile_empty(state).producer_wait();
-    // The second CTA of a cluster waits for the first one's ticket instead.
-    if (count > 0 && (Shape::kClusterSize == 1 || blockIdx.y == 0 || params.next_tile == nullptr)) {
-      pipeline.tile_wanted(count - 1).wait();
-    }
+    if (count > 0) pipeline.tile_wanted(count - 1).wait();
     if (count > 0 || initial.first < 0) {
       if (params.next_tile == nullptr) {
         index += num_static();

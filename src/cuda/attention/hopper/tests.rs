@@ -377,5 +377,5 @@ fn head_dimensions_may_differ() {
     let mut latent = Attention { q, k, v, head_dim: 192, ..plain };
     assert_eq!(first_kernel(&latent), "hopper_prefill_bf16_192x128_paged_none");
     latent.score.softcap = 30.0;
-    assert_eq!(first_kernel(&latent), "hopper_prefill_bf16_192x128_paged_softcap");
+    assert_eq!(first_kernel(&latent), "hopper_prefill_bf16_192x128_paged_softcap_alibi");
 }
