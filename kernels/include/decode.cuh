@@ -14,10 +14,11 @@
 
 namespace xa {
 
-/// Computes one work tile, from loading its query rows to storing its result.
+/// Computes the keys of `work`, from loading its query rows to storing the result. With `kFixedSplits` these are all
+/// fixed-size splits of the work tile, or the one at `range.fixed_split_begin`.
 template <typename Shape, typename T, typename Stored, typename LogitsTransform, bool kFixedSplits, typename MakeLoop>
-__device__ __forceinline__ void attend_work_tile(const AttentionParams& params, const WorkTile& work,
-                                                 const WorkRange& range, uint8_t* shared, const MakeLoop& make_loop) {
+__device__ __forceinline__ void attend_keys(const AttentionParams& params, const WorkTile& work, const WorkRange& range,
+                                            uint8_t* shared, const MakeLoop& make_loop) {
   const uint32_t query_rows = ptx::shared_address(shared);
   float* const row_factors = Shape::kIsFp8 ? reinterpret_cast<float*>(shared + Shape::kFactorsOffset) : nullptr;
   using State = SoftmaxState<Shape::kRowTiles, Shape::kHeadDim / 8>;
@@ -25,19 +26,26 @@ __device__ __forceinline__ void attend_work_tile(const AttentionParams& params, 
   const LogitsTransform transform(params, row_factors);
   auto loop = make_loop(work);
   fetch_query<Shape, T, Stored>(params, work, shared, row_factors);
-  if constexpr (kFixedSplits) {
+  const auto store_split = [&](const State& state, uint32_t area, int32_t begin) {
+    const int32_t offset = area != 0 ? static_cast<int32_t>(area - query_rows) : FixedSplits<Shape>::kNoArea;
+    const Writer writer(params, work.tile, work.kv_head);
+    store_fixed_split<Shape>(params, work, range, writer, state, offset, begin, shared, transform.log2_unit());
+  };
+  if constexpr (kFixedSplits && Shape::kLoadsAcrossSplits) {
     if (range.fixed_split_chunks > 0) {
-      loop.template attend_fixed_splits<State>(
-          range, query_rows, transform, [&](const State& state, uint32_t area, int32_t begin) {
-            const int32_t offset = area != 0 ? static_cast<int32_t>(area - query_rows) : FixedSplits<Shape>::kNoArea;
-            const Writer writer(params, work.tile, work.kv_head);
-            store_fixed_split<Shape>(params, work, range, writer, state, offset, begin, shared, transform.log2_unit());
-          });
+      loop.template attend_fixed_splits<State>(range, query_rows, transform, store_split);
       return;
     }
   }
   State state;
   loop.attend(state, query_rows, transform);
+  if constexpr (kFixedSplits && !Shape::kLoadsAcrossSplits) {
+    if (range.fixed_split_chunks > 0) {
+      store_split(state, query_rows + Shape::kRingsOffset + threadIdx.x / 32 * Shape::kRingBytes,
+                  range.fixed_split_begin);
+      return;
+    }
+  }
   __syncthreads();
   const Writer writer(params, work.tile, work.kv_head);
   store_result<Shape>(params, work, writer, state, shared, transform.log2_unit());
@@ -55,7 +63,14 @@ __device__ __forceinline__ void decode_work_range(const AttentionParams& params,
   init_work_tile<LogitsTransform>(params, work);
   partition_work<Shape::kThreads, Shape::kRows, kKvChunkKeys, kFixedSplits>(params, work, range, index);
   while (work.tile.num_rows != 0) {
-    attend_work_tile<Shape, T, Stored, LogitsTransform, kFixedSplits>(params, work, range, shared, make_loop);
+    if constexpr (kFixedSplits && !Shape::kLoadsAcrossSplits) {
+      do {
+        if (range.fixed_split_chunks > 0) cut_to_fixed_split<kKvChunkKeys>(params, work, range);
+        attend_keys<Shape, T, Stored, LogitsTransform, kFixedSplits>(params, work, range, shared, make_loop);
+      } while (next_fixed_split(range));
+    } else {
+      attend_keys<Shape, T, Stored, LogitsTransform, kFixedSplits>(params, work, range, shared, make_loop);
+    }
     next_work_tile<Shape::kRows, kKvChunkKeys>(params, work, range, index.index);
   }
   store_split_record<Shape::kRows>(params, work, range, index.index);

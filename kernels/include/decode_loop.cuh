@@ -29,8 +29,6 @@ template <typename Shape, typename T, typename Stored>
 class DecodeLoop {
   using Math = TileMath<T, Stored, typename Shape::Rows, 1, Shape::kKeys, Shape::kHeadDim>;
   static constexpr int kStages = Shape::kStages, kStep = Shape::kKeys * Shape::kKeyWarps;
-  /// Whether a stage has room for the warp's output, so that the other stages may be loading while outputs are merged.
-  static constexpr bool kLoadsAhead = 2 * Shape::kBlockBytes >= 16 * Shape::kHeadDim * 4;
   using Query = QueryFragments<1, Shape::kHeadDim, sizeof(T), Shape::kHoldsQuery>;
 
  public:
@@ -47,9 +45,8 @@ class DecodeLoop {
   /// committed as the most recent cp.async group.
   template <typename LogitsTransform, typename State>
   __device__ __forceinline__ void attend(State& state, uint32_t query_rows, const LogitsTransform& transform) {
-#pragma unroll 1
-    for (int32_t stage = 0; stage < kStages; ++stage) fetch(stage, first_key_ + stage * kStep);
-    Query query = wait_for_query(query_rows);
+    fetch_first();
+    const Query query = wait_for_query(query_rows);
 
     int32_t stage = 0;
 #pragma unroll 1
@@ -70,7 +67,7 @@ class DecodeLoop {
   __device__ __forceinline__ void attend_fixed_splits(const WorkRange& range, uint32_t query_rows,
                                                       const LogitsTransform& transform, const Store& store) {
     int32_t stage = 0, key = first_key_, begin = range.split_begin;
-    fill(stage, key, kLoadsAhead ? work_.keys.end : fixed_split_end(range, begin));
+    fetch_first();
     const Query query = wait_for_query(query_rows);
 
 #pragma unroll 1
@@ -82,25 +79,15 @@ class DecodeLoop {
       while (key < end) {
         attend_block(state, query, transform, stage, key);
         key += kStep;
-        const int32_t next = key + (kStages - 1) * kStep;
-        if (!kLoadsAhead) {
-          fetch_before(end, stage, next);
-        } else if (key < end) {
-          fetch(stage, next);
-        }
+        if (key < end) fetch(stage, key + (kStages - 1) * kStep);
         stage = next_stage(stage);
       }
       state.finish();
       // The stage of the split's last block is free: its next block is fetched after `store`.
       const int32_t free_stage = stage == 0 ? kStages - 1 : stage - 1;
-      if (kLoadsAhead) {
-        store(state, has_keys ? keys(free_stage) : 0, begin);
-        if (has_keys) fetch(free_stage, key + (kStages - 1) * kStep);
-      } else {
-        store(state, ring_, begin);
-      }
+      store(state, has_keys ? keys(free_stage) : 0, begin);
+      if (has_keys) fetch(free_stage, key + (kStages - 1) * kStep);
       begin += range.fixed_split_chunks;
-      if (!kLoadsAhead) fill(stage, key, fixed_split_end(range, begin));
     }
   }
 
@@ -153,18 +140,10 @@ class DecodeLoop {
   /// Shared address of a stage's block of K; the block of V follows it.
   __device__ __forceinline__ uint32_t keys(int32_t stage) const { return ring_ + stage * 2 * Shape::kBlockBytes; }
 
-  /// Starts to copy the first blocks, from `key` and `stage` on, to all stages.
-  __device__ __forceinline__ void fill(int32_t stage, int32_t key, int32_t end) {
+  /// Starts to copy the first blocks to all stages.
+  __device__ __forceinline__ void fetch_first() {
 #pragma unroll 1
-    for (int i = 0; i < kStages; ++i, key += kStep, stage = next_stage(stage)) fetch_before(end, stage, key);
-  }
-  /// As `fetch`, but leaves blocks from `end` on to a later call.
-  __device__ __forceinline__ void fetch_before(int32_t end, int32_t stage, int32_t key) {
-    if (key < end) {
-      fetch(stage, key);
-    } else {
-      ptx::cp_async_commit();
-    }
+    for (int32_t stage = 0; stage < kStages; ++stage) fetch(stage, first_key_ + stage * kStep);
   }
 
   /// Starts to copy the next blocks, which begin at `key`. Past the end of the keys it commits an empty group, so that

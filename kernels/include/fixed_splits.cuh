@@ -93,6 +93,32 @@ class FixedSplits {
   }
 };
 
+/// Where fixed-size splits start anew: makes the one at `range.fixed_split_begin` the keys of `work`. All threads of
+/// the CTA call it.
+template <int kKvChunkKeys>
+__device__ __forceinline__ void cut_to_fixed_split(const AttentionParams& params, WorkTile& work,
+                                                   const WorkRange& range) {
+  __syncthreads();
+  if (ptx::opaque(threadIdx.x) == 0) {
+    const int32_t begin = range.fixed_split_begin, end = min(begin + range.fixed_split_chunks, range.split_end);
+    KeyRange keys = visible_keys(params, work.tile);
+    if (begin > 0) keys.begin = max(keys.begin, (range.first_chunk + begin) * kKvChunkKeys);
+    if (end < range.tile_chunks) keys.end = min(keys.end, (range.first_chunk + end) * kKvChunkKeys);
+    work.keys = keys.begin < keys.end ? keys : KeyRange{0, 0, 0, 0};
+  }
+  __syncthreads();
+}
+
+/// Advances `range.fixed_split_begin` after `store_fixed_split`. Returns whether the work tile has another fixed-size
+/// split. All threads of the CTA call it.
+__device__ __forceinline__ bool next_fixed_split(WorkRange& range) {
+  const int32_t begin = range.fixed_split_begin + range.fixed_split_chunks;
+  if (range.fixed_split_chunks == 0 || begin >= range.split_end) return false;
+  __syncthreads();
+  if (threadIdx.x == 0) range.fixed_split_begin = begin;
+  return true;
+}
+
 /// Merges the warps' states of the fixed-size split that begins at chunk `begin` of the tile, and stores the result: in
 /// the merged rows, in the workspace as a partial, or in out and lse. All threads of the CTA call it; then the areas
 /// are free.
@@ -106,7 +132,7 @@ __device__ __forceinline__ void store_fixed_split(const AttentionParams& params,
   __syncthreads();
   const PartialRows partial(params.partial, work.kv_head);
   const bool merges = range.split_begin == 0, is_last = begin + range.fixed_split_chunks >= range.split_end;
-  const int32_t split = (begin - range.split_begin) >> range.fixed_split_shift, parity = split % 2;
+  const int32_t split = (begin - range.split_begin) >> (31 - __clz(range.fixed_split_chunks)), parity = split % 2;
   const int32_t partial_row = range.partial_row + (merges ? 0 : split * work.tile.num_rows);
   for (int32_t item = ptx::opaque(threadIdx.x); item < work.tile.num_rows * kRowVectors; item += Shape::kThreads) {
     const int32_t row = item / kRowVectors, column = item % kRowVectors * 4;

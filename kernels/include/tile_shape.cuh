@@ -68,6 +68,9 @@ struct TileShape : tiles::Attention<Shape, sizeof(Stored), kHeadDim_> {
   /// FixedSplits (fixed_splits.cuh): only launches with batch_invariant have this memory. The first merged rows take
   /// the place of the query rows if these are in registers.
   static constexpr int kFixedSplitsOffset = kBarriersOffset + (kLoadsByTma ? kRings * 8 * Config::kStages : 0);
+  /// Whether a warp's ring goes on loading from one fixed-size split to the next: a stage has room for the warp's
+  /// output, and registers suffice. Elsewhere each fixed-size split starts anew.
+  static constexpr bool kLoadsAcrossSplits = 2 * kBlockBytes >= 16 * kHeadDim * 4 && kHeadDim * sizeof(T) <= 512;
   static constexpr int kMergedRowsInQuery = kHoldsQuery ? kRows / 2 : 0;
   static constexpr int kFixedSplitsBytes =
       kSplitsKeys ? (kRows - kMergedRowsInQuery) * kHeadDim * 4 + (2 + Config::kKeyWarps) * kRows * 8 + 32 : 0;

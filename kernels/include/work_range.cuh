@@ -44,10 +44,10 @@ struct WorkRange {
   int32_t split_begin;  // the range's chunks of the tile, counted from the tile's first
   int32_t split_end;
   int32_t has_begun;           // 0 before the first work tile
-  int32_t fixed_split_chunks;  // batch_invariant: of each fixed-size split of the tile, 1 << fixed_split_shift; else 0
-  int32_t fixed_split_shift;
-  int32_t partial_row;        // in the workspace, for row 0 of the result; -1: the result goes to out and lse
-  int32_t first_tile_chunks;  // of each tile of the first sequence
+  int32_t fixed_split_chunks;  // batch_invariant: of each fixed-size split of the tile, a power of two; else 0
+  int32_t fixed_split_begin;   // batch_invariant: the range's first chunk that has not been computed (fixed_splits.cuh)
+  int32_t partial_row;         // in the workspace, for row 0 of the result; -1: the result goes to out and lse
+  int32_t first_tile_chunks;   // of each tile of the first sequence
   LiveRows live;
   int64_t warp_totals[2][12];  // scratch of the prefix sums
 };
@@ -117,7 +117,7 @@ class WorkRangeIterator {
     range_.split_begin = begin;
     range_.split_end = end;
     range_.has_begun = 1;
-    range_.fixed_split_shift = shift;
+    range_.fixed_split_begin = begin;
     range_.fixed_split_chunks = kv_split.max_fixed_splits > 0 ? 1 << shift : 0;
     range_.partial_row = begin == 0 && end == chunks ? -1 : partial_row(kv_split, begin >> shift);
   }
