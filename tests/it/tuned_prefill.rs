@@ -218,6 +218,9 @@ fn batches_of_many_tiles_agree_with_the_reference() {
 /// blocks at both ends of a tile, and those without rows over all of them.
 #[test]
 fn batches_of_many_fp8_tiles_agree_with_the_reference() {
+    if skips_slow_test() {
+        return;
+    }
     let (equal, mixed) = (vec![(200, 410); 12], [(40, 40), (200, 600), (30, 20)].repeat(6));
     let long = vec![(600, 1300)];
     let masks = [Mask::CAUSAL, Mask::window(90, 30), Mask::FULL, Mask::window(90, 0)];
@@ -241,6 +244,9 @@ fn batches_of_many_fp8_tiles_agree_with_the_reference() {
 /// others, where one of a cluster's CTAs has few rows or none, and sequences with few keys, one block, or none.
 #[test]
 fn calls_without_a_mask_agree_with_the_reference() {
+    if skips_slow_test() {
+        return;
+    }
     let equal = MemoryLayout::contiguous().bare();
     // With 8 rows of no sequence.
     let around = MemoryLayout { rows_around: (3, 5), spare_pages: 7, ..equal.clone() };
