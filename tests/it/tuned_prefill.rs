@@ -2,7 +2,7 @@
 //! to them, against the reference on every device; and on Hopper, that these kernels were launched.
 
 use crate::support::{
-    ALIBI, Alibi, AttentionCase, BF16, BatchSpec, Dtypes, F16, F32, InvalidMetadata, KvLayout, Mask, MemoryLayout,
+    ALIBI, AttentionCase, BF16, BatchSpec, Dtypes, F16, F32, InvalidMetadata, KvLayout, Mask, MemoryLayout,
     PairwiseOptions, ReferenceCase, ScaleKind, Side, assert_named_matches_reference, for_both_sides, skips_slow_test,
 };
 
@@ -367,9 +367,10 @@ fn many_fused_decode_sequences_agree_with_the_reference() {
 #[cfg(feature = "cuda")]
 mod on_their_own_gpu {
     use super::{
-        Alibi, AttentionCase, BF16, BatchSpec, Dtypes, F16, F32, F32_HEAD_DIMS, FP8_HEAD_DIMS, HEAD_DIMS, KvLayout,
-        Mask, MemoryLayout, between_tiles, head_dims_between_tiles,
+        AttentionCase, BF16, BatchSpec, Dtypes, F16, F32, F32_HEAD_DIMS, FP8_HEAD_DIMS, HEAD_DIMS, KvLayout, Mask,
+        MemoryLayout, between_tiles, head_dims_between_tiles,
     };
+    use crate::support::Alibi;
     use crate::support::device::{BufferPadding, Gpu};
     use crate::support::log_capture::{assert_logged, log};
 
