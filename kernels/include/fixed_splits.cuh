@@ -101,10 +101,7 @@ __device__ __forceinline__ void cut_to_fixed_split(const AttentionParams& params
   __syncthreads();
   if (ptx::opaque(threadIdx.x) == 0) {
     const int32_t begin = range.fixed_split_begin, end = min(begin + range.fixed_split_chunks, range.split_end);
-    KeyRange keys = visible_keys(params, work.tile);
-    if (begin > 0) keys.begin = max(keys.begin, (range.first_chunk + begin) * kKvChunkKeys);
-    if (end < range.tile_chunks) keys.end = min(keys.end, (range.first_chunk + end) * kKvChunkKeys);
-    work.keys = keys.begin < keys.end ? keys : KeyRange{0, 0, 0, 0};
+    work.keys = keys_of_chunks<kKvChunkKeys>(params, work.tile, range, begin, end);
   }
   __syncthreads();
 }

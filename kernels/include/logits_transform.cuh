@@ -30,32 +30,6 @@ struct logits_none {
   __device__ __forceinline__ void apply(float (&)[kKeyTiles][4], const Rows&, int32_t) const {}
 };
 
-/// A soft cap alone, with scales of q and K, in Hopper's prefill: scores become logits in base 2 divided by the cap,
-/// and the exponential multiplies by it. Unlike `logits_softcap_alibi` it has no branches, around which ptxas would not
-/// overlap instructions.
-struct logits_softcap {
-  const AttentionParams& params_;
-
-  __device__ __forceinline__ explicit logits_softcap(const AttentionParams& params) : params_(params) {}
-  static __device__ __forceinline__ float factor(const AttentionParams& params, int32_t kv_head) {
-    return params.score_factor * scale_of(params.q_scale, kv_head) * scale_of(params.k_scale, kv_head);
-  }
-  __device__ __forceinline__ float log2_unit() const { return params_.softcap_log2; }
-  struct Rows {
-    float factor;
-  };
-  __device__ __forceinline__ Rows rows(const WorkTile& work, int32_t) const { return {work.score_factor}; }
-  template <typename T, int kKeyTiles>
-  __device__ __forceinline__ void apply(float (&scores)[kKeyTiles][4], const Rows& rows, int32_t) const {
-    static_assert(Element<T>::kIs16Bit, "tanh.approx has 11 bits");
-#pragma unroll
-    for (int block = 0; block < kKeyTiles; ++block) {
-#pragma unroll
-      for (int i = 0; i < 4; ++i) scores[block][i] = ptx::tanh_approx(scores[block][i] * rows.factor);
-    }
-  }
-};
-
 /// Scales of q and K, soft cap and ALiBi: scores become logits in base 2. Soft cap and ALiBi are behind branches that
 /// are uniform across the CTA.
 struct logits_softcap_alibi {
@@ -164,6 +138,32 @@ struct logits_softcap_alibi {
   static __device__ __forceinline__ float difference(int32_t a, int32_t b) {
     const uint32_t difference = static_cast<uint32_t>(a) - static_cast<uint32_t>(b);
     return a >= b ? static_cast<float>(difference) : -static_cast<float>(0u - difference);
+  }
+};
+
+/// A soft cap alone, with scales of q and K, in Hopper's prefill: scores become logits in base 2 divided by the cap,
+/// and the exponential multiplies by it. Unlike `logits_softcap_alibi` it has no branches, around which ptxas would not
+/// overlap instructions.
+struct logits_softcap {
+  const AttentionParams& params_;
+
+  __device__ __forceinline__ explicit logits_softcap(const AttentionParams& params) : params_(params) {}
+  static __device__ __forceinline__ float factor(const AttentionParams& params, int32_t kv_head) {
+    return logits_softcap_alibi::factor(params, kv_head);
+  }
+  __device__ __forceinline__ float log2_unit() const { return params_.softcap_log2; }
+  struct Rows {
+    float factor;
+  };
+  __device__ __forceinline__ Rows rows(const WorkTile& work, int32_t) const { return {work.score_factor}; }
+  template <typename T, int kKeyTiles>
+  __device__ __forceinline__ void apply(float (&scores)[kKeyTiles][4], const Rows& rows, int32_t) const {
+    static_assert(Element<T>::kIs16Bit, "tanh.approx has 11 bits");
+#pragma unroll
+    for (int block = 0; block < kKeyTiles; ++block) {
+#pragma unroll
+      for (int i = 0; i < 4; ++i) scores[block][i] = ptx::tanh_approx(scores[block][i] * rows.factor);
+    }
   }
 };
 

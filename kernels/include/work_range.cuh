@@ -81,6 +81,16 @@ __device__ __forceinline__ void enter(const AttentionParams& params, WorkTile& w
   range.tiles_left = sequence.num_tiles - 1 - index;
 }
 
+/// The visible keys of a tile in its chunks `begin` to `end`; `range` is that of the tile.
+template <int kKvChunkKeys>
+__device__ __forceinline__ KeyRange keys_of_chunks(const AttentionParams& params, const QoTile& tile,
+                                                   const WorkRange& range, int32_t begin, int32_t end) {
+  KeyRange keys = visible_keys(params, tile);
+  if (begin > 0) keys.begin = max(keys.begin, (range.first_chunk + begin) * kKvChunkKeys);
+  if (end < range.tile_chunks) keys.end = min(keys.end, (range.first_chunk + end) * kKvChunkKeys);
+  return keys.begin < keys.end ? keys : KeyRange{0, 0, 0, 0};
+}
+
 /// Advances a CTA through its work range. Only one warp of the CTA calls it; the state is in shared memory.
 template <int kRows, int kKvChunkKeys>
 class WorkRangeIterator {
@@ -110,10 +120,7 @@ class WorkRangeIterator {
   __device__ __forceinline__ void begin_split(const KvSplit& kv_split, int32_t begin, int32_t end) const {
     const int32_t chunks = range_.tile_chunks;
     const int32_t shift = kv_split.max_fixed_splits > 0 ? kv_split.fixed_split_shift(chunks) : 0;
-    KeyRange keys = visible_keys(params_, work_.tile);
-    if (begin > 0) keys.begin = max(keys.begin, (range_.first_chunk + begin) * kKvChunkKeys);
-    if (end < chunks) keys.end = min(keys.end, (range_.first_chunk + end) * kKvChunkKeys);
-    work_.keys = keys.begin < keys.end ? keys : KeyRange{0, 0, 0, 0};
+    work_.keys = keys_of_chunks<kKvChunkKeys>(params_, work_.tile, range_, begin, end);
     range_.split_begin = begin;
     range_.split_end = end;
     range_.has_begun = 1;

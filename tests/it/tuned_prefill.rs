@@ -190,6 +190,14 @@ fn batches_of_short_sequences_agree_with_the_reference() {
     }
 }
 
+/// A batch over packed keys with 8 query and 4 KV heads of D and Dv `dims`.
+fn assert_packed_batch_matches(dtypes: Dtypes, dims: (usize, usize), lengths: &[(usize, usize)], mask: Mask) {
+    let (head_dim, value_dim) = (dims.0, Some(dims.1));
+    let lengths = lengths.to_vec();
+    let spec = BatchSpec { dtypes, heads: (8, 4), head_dim, value_dim, lengths, mask, ..BatchSpec::default() };
+    ReferenceCase::assert_matches_reference(&AttentionCase::flash(&spec.batch(), &MemoryLayout::contiguous()));
+}
+
 /// Sequences of the same length, which are grouped by sequences, and tiles of one block of keys between longer ones, whose rows may
 /// be staged in V: from D 128 on more tiles than an H200 has SMs, so that some CTAs have several. Then a sequence long enough for
 /// tiles of three warpgroups at D 64.
@@ -198,18 +206,9 @@ fn batches_of_many_tiles_agree_with_the_reference() {
     let (equal, mixed) = (vec![(200, 200); 10], [(40, 40), (200, 200), (30, 20)].repeat(6));
     let long = vec![(600, 650)];
     let masks = [Mask::CAUSAL, Mask::window(90, 0), Mask::FULL, Mask::CAUSAL, Mask::window(90, 30)];
-    for (index, (head_dim, value_dim)) in HEAD_DIMS.into_iter().enumerate() {
+    for (index, dims) in HEAD_DIMS.into_iter().enumerate() {
         for (lengths, shift) in [(&equal, 0), (&mixed, 3), (&long, 1)] {
-            let spec = BatchSpec {
-                dtypes: BF16.into(),
-                heads: (8, 4),
-                head_dim,
-                value_dim: Some(value_dim),
-                lengths: lengths.clone(),
-                mask: masks[(index + shift) % masks.len()],
-                ..BatchSpec::default()
-            };
-            ReferenceCase::assert_matches_reference(&AttentionCase::flash(&spec.batch(), &MemoryLayout::contiguous()));
+            assert_packed_batch_matches(BF16.into(), dims, lengths, masks[(index + shift) % masks.len()]);
         }
     }
 }
@@ -224,18 +223,10 @@ fn batches_of_many_fp8_tiles_agree_with_the_reference() {
     let (equal, mixed) = (vec![(200, 410); 12], [(40, 40), (200, 600), (30, 20)].repeat(6));
     let long = vec![(600, 1300)];
     let masks = [Mask::CAUSAL, Mask::window(90, 30), Mask::FULL, Mask::window(90, 0)];
-    for (index, (head_dim, value_dim)) in FP8_HEAD_DIMS.into_iter().enumerate() {
+    for (index, dims) in FP8_HEAD_DIMS.into_iter().enumerate() {
         for (shift, lengths) in [&equal, &mixed, &long].into_iter().enumerate() {
-            let spec = BatchSpec {
-                dtypes: Dtypes::narrow([BF16, F16][shift % 2]),
-                heads: (8, 4),
-                head_dim,
-                value_dim: Some(value_dim),
-                lengths: lengths.clone(),
-                mask: masks[(index + shift) % masks.len()],
-                ..BatchSpec::default()
-            };
-            ReferenceCase::assert_matches_reference(&AttentionCase::flash(&spec.batch(), &MemoryLayout::contiguous()));
+            let dtypes = Dtypes::narrow([BF16, F16][shift % 2]);
+            assert_packed_batch_matches(dtypes, dims, lengths, masks[(index + shift) % masks.len()]);
         }
     }
 }

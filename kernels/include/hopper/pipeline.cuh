@@ -55,7 +55,7 @@ template <typename Shape>
 class Pipeline {
   static constexpr int kStages = Shape::kStages;
   static constexpr bool kHasTranspose = Shape::kTransposeWarps > 0;
-  static constexpr int kHasTickets = Shape::kClusterSize > 1 ? 1 : 0;
+  static constexpr int kSharesTileIndex = Shape::kClusterSize > 1 ? 1 : 0;
   // Index of the first mbarrier of each kind.
   enum : int {
     kQueryFull = 0,
@@ -73,11 +73,12 @@ class Pipeline {
     kOutputLeft = kFirstKeysLoaded + 1,
     kLoadedValuesFull = kOutputLeft + (Shape::kStagesOutputInValues ? kStages : 0),
     kLoadedValuesEmpty = kLoadedValuesFull + (kHasTranspose ? kStages : 0),
-    kTicketFull = kLoadedValuesEmpty + (kHasTranspose ? kStages : 0),
-    kTicketEmpty = kTicketFull + kHasTickets,
-    kBarriers = kTicketEmpty + kHasTickets,
+    kTileIndexFull = kLoadedValuesEmpty + (kHasTranspose ? kStages : 0),
+    kTileIndexEmpty = kTileIndexFull + kSharesTileIndex,
+    kBarriers = kTileIndexEmpty + kSharesTileIndex,
   };
-  static_assert(Shape::kBarriersOffset + 8 * (kBarriers + 1 + kHasTickets) + Shape::kAlignment <= Shape::kSharedBytes);
+  static_assert(Shape::kBarriersOffset + 8 * (kBarriers + 1 + kSharesTileIndex) + Shape::kAlignment <=
+                Shape::kSharedBytes);
 
  public:
   /// The CTAs of a cluster that load K and V for both.
@@ -113,7 +114,7 @@ class Pipeline {
       init(kLoadedValuesFull, kStages, 1);
       init(kLoadedValuesEmpty, kStages, Shape::kTransposeWarps);
     }
-    if constexpr (kHasTickets != 0) init(kTicketFull, 2, 1);
+    if constexpr (kSharesTileIndex != 0) init(kTileIndexFull, 2, 1);
     ptx::fence_mbarrier_init();
     ptx::fence_proxy_async_shared();
   }
@@ -174,23 +175,24 @@ class Pipeline {
     return barrier(kOutputLeft + warpgroup, tile_count & 1);
   }
 
-  /// Sends the cluster's ticket number `count`, a value of the tile counter, to its second CTA. Run by a warp of the
-  /// first one.
-  __device__ __forceinline__ void send_ticket(uint32_t ticket, int32_t count) const {
-    barrier(kTicketEmpty, count & 1).producer_wait();
+  /// Sends the cluster's tile index number `count`, a value of the tile counter, to its second CTA. Run by a warp of
+  /// the first one.
+  __device__ __forceinline__ void send_tile_index(uint32_t index, int32_t count) const {
+    barrier(kTileIndexEmpty, count & 1).producer_wait();
     __syncwarp();
-    if (threadIdx.x % 32 == 0) xa::ptx::store_async_4(ticket_address(), 1, ticket, barrier(kTicketFull, 0).address);
+    if (threadIdx.x % 32 == 0)
+      xa::ptx::store_async_4(tile_index_address(), 1, index, barrier(kTileIndexFull, 0).address);
   }
   /// Receives it.
-  __device__ __forceinline__ uint32_t receive_ticket(int32_t count) const {
-    const Barrier full = barrier(kTicketFull, count & 1);
+  __device__ __forceinline__ uint32_t receive_tile_index(int32_t count) const {
+    const Barrier full = barrier(kTileIndexFull, count & 1);
     if (threadIdx.x % 32 == 0) full.arrive_expect_tx(4);
     __syncwarp();
     xa::ptx::wait_for_cluster_stores(full.address, full.phase);
-    const uint32_t ticket = *reinterpret_cast<volatile uint32_t*>(shared_ + (ticket_address() - address_));
+    const uint32_t index = *reinterpret_cast<volatile uint32_t*>(shared_ + (tile_index_address() - address_));
     __syncwarp();
-    if (threadIdx.x % 32 == 0) ptx::mbarrier_arrive_at_rank(barrier(kTicketEmpty, 0).address, 0);
-    return ticket;
+    if (threadIdx.x % 32 == 0) ptx::mbarrier_arrive_at_rank(barrier(kTileIndexEmpty, 0).address, 0);
+    return index;
   }
 
   __device__ __forceinline__ uint32_t query() const { return address_; }
@@ -245,7 +247,7 @@ class Pipeline {
   }
 
  private:
-  __device__ __forceinline__ uint32_t ticket_address() const {
+  __device__ __forceinline__ uint32_t tile_index_address() const {
     return address_ + Shape::kBarriersOffset + 8 * (kBarriers + 1);
   }
   __device__ __forceinline__ Barrier barrier(int index, uint32_t phase) const {

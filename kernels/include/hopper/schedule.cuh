@@ -268,15 +268,15 @@ __device__ __forceinline__ void set_warpgroup_blocks(const HopperPrefillParams& 
   tile.warpgroup_end_block[warpgroup] = begin < end ? (end + Shape::kKeys - 1) / Shape::kKeys : tile.first_block;
 }
 
-/// The cluster's ticket number `count`: the next value of the tile counter, which its first CTA takes for both.
+/// The cluster's tile index number `count`: the next value of the tile counter, which its first CTA takes for both.
 template <typename Shape>
-__device__ __forceinline__ uint32_t next_ticket(const HopperPrefillParams& params, const Pipeline<Shape>& pipeline,
-                                                int32_t count) {
-  if (blockIdx.y != 0) return pipeline.receive_ticket(count);
+__device__ __forceinline__ uint32_t next_tile_index(const HopperPrefillParams& params, const Pipeline<Shape>& pipeline,
+                                                    int32_t count) {
+  if (blockIdx.y != 0) return pipeline.receive_tile_index(count);
   uint32_t next = 0;
   if (threadIdx.x % 32 == 0) next = atomicAdd(reinterpret_cast<unsigned long long*>(params.next_tile), 1ull);
   next = __shfl_sync(~0u, next, 0);
-  pipeline.send_ticket(next, count);
+  pipeline.send_tile_index(next, count);
   return next;
 }
 
@@ -301,7 +301,7 @@ __device__ __forceinline__ void schedule_tiles(const HopperPrefillParams& params
       if (params.next_tile == nullptr) {
         index += num_static();
       } else if constexpr (Shape::kClusterSize > 1) {
-        index = num_static() + next_ticket(params, pipeline, count - 1);
+        index = num_static() + next_tile_index(params, pipeline, count - 1);
       } else {
         uint32_t next = 0;
         if (threadIdx.x % 32 == 0) next = atomicAdd(reinterpret_cast<unsigned long long*>(params.next_tile), 1ull);
