@@ -130,23 +130,10 @@ __device__ __forceinline__ void compute_tiles(const HopperPrefillParams& prefill
   const auto attend = [&](const typename Shape::Tile& tile, int32_t first, int32_t end, int32_t tile_count,
                           const auto& finalize_rows) {
     if constexpr (Shape::kSplitsKeys || Shape::kHasWarpgroupBlocks) {
-      const bool has_rows = 64 * warpgroup < uniform(tile.work.tile.num_rows);
-      int32_t own_first = first, own_end = has_rows ? end : first;
-      if constexpr (Shape::kHasWarpgroupBlocks) {
-        if (has_rows) {
-          own_first = uniform(tile.warpgroup_first_block[warpgroup]);
-          own_end = uniform(tile.warpgroup_end_block[warpgroup]);
-        }
-      }
-      if (own_first >= own_end) {
-        pass(pipeline.query_full(tile_count), pipeline.query_empty(tile_count));
-        pass_blocks(pipeline, block_count, end - first);
+      if (!enter_own_blocks(pipeline, tile, warpgroup, tile_count, block_count, first, end)) {
         finalize_rows();
         return;
       }
-      pass_blocks(pipeline, block_count, end - own_end);
-      first = own_first;
-      end = own_end;
     }
     // In blocks [common_begin, common_end) every row attends to every key.
     const int32_t common_begin = uniform((tile.work.keys.common_begin + kKeys - 1) / kKeys);

@@ -169,18 +169,10 @@ __device__ __forceinline__ void compute_fp8_tiles(const HopperPrefillParams& pre
   const auto attend = [&](const typename Shape::Tile& tile, int32_t first, int32_t end, int32_t tile_count,
                           const auto& finalize_rows) {
     if constexpr (Shape::kHasWarpgroupBlocks) {
-      const bool has_rows = 64 * warpgroup < uniform(tile.work.tile.num_rows);
-      const int32_t own_first = has_rows ? uniform(tile.warpgroup_first_block[warpgroup]) : first;
-      const int32_t own_end = has_rows ? uniform(tile.warpgroup_end_block[warpgroup]) : first;
-      if (own_first >= own_end) {
-        pass(pipeline.query_full(tile_count), pipeline.query_empty(tile_count));
-        pass_blocks(pipeline, block_count, end - first);
+      if (!enter_own_blocks(pipeline, tile, warpgroup, tile_count, block_count, first, end)) {
         finalize_rows();
         return;
       }
-      pass_blocks(pipeline, block_count, end - own_end);
-      first = own_first;
-      end = own_end;
     }
     const float unit = __int_as_float(uniform(__float_as_int(LogitsTransform::log2_unit(tile.work))));
     const bool is_identity = uniform(static_cast<int32_t>(LogitsTransform::is_identity(tile.work))) != 0;

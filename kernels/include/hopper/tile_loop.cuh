@@ -93,6 +93,31 @@ __device__ __forceinline__ void pass_blocks(const Pipeline<Shape>& pipeline, int
   }
 }
 
+/// Passes over the blocks `first` to `end` of a tile before the warpgroup's own ones, to which it narrows them. Without
+/// own blocks it passes over all, and over the query rows, and returns false.
+template <typename Shape>
+__device__ __forceinline__ bool enter_own_blocks(const Pipeline<Shape>& pipeline, const typename Shape::Tile& tile,
+                                                 int32_t warpgroup, int32_t tile_count, int32_t& block_count,
+                                                 int32_t& first, int32_t& end) {
+  const bool has_rows = 64 * warpgroup < uniform(tile.work.tile.num_rows);
+  int32_t own_first = first, own_end = has_rows ? end : first;
+  if constexpr (Shape::kHasWarpgroupBlocks) {
+    if (has_rows) {
+      own_first = uniform(tile.warpgroup_first_block[warpgroup]);
+      own_end = uniform(tile.warpgroup_end_block[warpgroup]);
+    }
+  }
+  if (own_first >= own_end) {
+    pass(pipeline.query_full(tile_count), pipeline.query_empty(tile_count));
+    pass_blocks(pipeline, block_count, end - first);
+    return false;
+  }
+  pass_blocks(pipeline, block_count, end - own_end);
+  first = own_first;
+  end = own_end;
+  return true;
+}
+
 /// Calls `step(masked)` for `block` and the blocks before it down to `first`. Blocks in [common_begin, common_end) need
 /// no mask.
 template <typename Step>
