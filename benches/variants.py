@@ -105,7 +105,8 @@ def variant(path, overrides, launch, q, k, v):
     params = bytearray(argument)
     if "rows" in overrides:
         tokens, heads, dim = q.shape
-        axes = [(64, 1, 64), (heads, dim, 1), (tokens, heads * dim, overrides["rows"]), (dim // 64, 64, dim // 64)]
+        rows = (tokens, heads * dim, overrides["rows"])
+        axes = [(64, 1, 64), (1, dim, 1), (heads, dim, 1), rows, (dim // 64, 64, dim // 64)]
         replace(params, "q", tensor_map(q, axes))
     for name, keys in (("k", k), ("v", v)) if "keys" in overrides else ():
         tokens, heads, dim = keys.shape

@@ -23,7 +23,7 @@ using Shape = xa::hopper::PrefillShape<Config, xa::hopper::Storage::XA_STORAGE>;
 }  // namespace
 
 extern "C" __global__ void __launch_bounds__(Shape::kThreads, 1)
-    XA_ENTRY(const __grid_constant__ xa::HopperSplitKvParams params) {
+    XA_ENTRY(const __grid_constant__ xa::HopperPrefillParams params) {
   extern __shared__ uint8_t shared[];
   xa::hopper::split_kv<Shape, T, LogitsTransform>(params, shared);
 }

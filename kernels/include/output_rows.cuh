@@ -22,8 +22,12 @@ template <typename T, bool kChoosesType>
 class RowWriter {
  public:
   __device__ __forceinline__ RowWriter(const AttentionParams& params, const QoTile& tile, int32_t kv_head)
+      : RowWriter(params, tile, kv_head, params.group) {}
+  /// With padding heads, whose rows the caller leaves out (RowMap).
+  __device__ __forceinline__ RowWriter(const AttentionParams& params, const QoTile& tile, int32_t kv_head,
+                                       int32_t group_heads)
       : params_(params),
-        map_(params, tile, kv_head),
+        map_(params, tile, kv_head, group_heads),
         v_scale_(params.value_factor * scale_of(params.v_scale, kv_head)) {}
 
   __device__ __forceinline__ bool writes(int32_t row) const { return row < map_.num_rows; }
@@ -139,11 +143,12 @@ __device__ __forceinline__ void write_warp_rows(const AttentionParams& params, c
   }
 }
 
-/// Sets all heads of row `token` of `out` to 0. kThreads threads call this; this one is thread `thread`.
+/// Sets the `num_heads` heads of row `token` of `out` to 0. kThreads threads call this; this one is thread `thread`.
 template <typename T, int kThreads>
-__device__ __forceinline__ void clear_out_row(const AttentionParams& params, int32_t token, int32_t thread) {
+__device__ __forceinline__ void clear_out_row(const AttentionParams& params, int32_t num_heads, int32_t token,
+                                              int32_t thread) {
   const int32_t bytes = params.widens_out != 0 ? sizeof(float) : sizeof(T);  // of an element
-  const int32_t num_heads = params.num_kv_heads * params.group, chunks = params.value_dim * bytes / 16;
+  const int32_t chunks = params.value_dim * bytes / 16;
   auto* const row = static_cast<uint8_t*>(params.out) + token * params.out_token_stride * bytes;
   for (int32_t item = thread; item < num_heads * chunks; item += kThreads) {
     const int32_t head = item / chunks;
@@ -174,13 +179,13 @@ __device__ __forceinline__ LiveRows live_rows(const AttentionParams& params, boo
 /// Clears the rows before the first sequence and past the last one. Without seqused_q these are all padding rows. A CTA
 /// clears one row at a time.
 template <typename T, int kThreads>
-__device__ __forceinline__ void clear_outer_padding_rows(const AttentionParams& params, const LiveRows& live,
-                                                         int32_t cta, int32_t num_ctas) {
+__device__ __forceinline__ void clear_outer_padding_rows(const AttentionParams& params, int32_t num_heads,
+                                                         const LiveRows& live, int32_t cta, int32_t num_ctas) {
   const int32_t begin = live.begin, end = live.end;
-  const int32_t num_padding = params.num_tokens - (end - begin), num_heads = params.num_kv_heads * params.group;
+  const int32_t num_padding = params.num_tokens - (end - begin);
   for (int64_t i = cta; i < num_padding; i += num_ctas) {
     const int32_t token = static_cast<int32_t>(i) + (i < begin ? 0 : end - begin);
-    clear_out_row<T, kThreads>(params, token, threadIdx.x);
+    clear_out_row<T, kThreads>(params, num_heads, token, threadIdx.x);
     if (params.lse == nullptr) continue;
     for (int32_t head = threadIdx.x; head < num_heads; head += kThreads) {
       params.lse[static_cast<int64_t>(head) * params.num_tokens + token] = -INFINITY;
@@ -190,18 +195,18 @@ __device__ __forceinline__ void clear_outer_padding_rows(const AttentionParams& 
 
 /// Clears padding rows anywhere. Each lane looks up the sequence of one row; the warp clears those rows that have none.
 template <typename T, int kThreads>
-__device__ __forceinline__ void clear_all_padding_rows(const AttentionParams& params, bool ascends, int32_t cta,
-                                                       int32_t num_ctas) {
+__device__ __forceinline__ void clear_all_padding_rows(const AttentionParams& params, int32_t num_heads, bool ascends,
+                                                       int32_t cta, int32_t num_ctas) {
   SequenceSearch search(params, ascends);
   constexpr int kWarps = kThreads / 32;
   const int32_t thread = ptx::opaque(threadIdx.x);  // computed again here, to free its register in the main loop
-  const int32_t warp = thread / 32, lane = thread % 32, num_heads = params.num_kv_heads * params.group;
+  const int32_t warp = thread / 32, lane = thread % 32;
   const int64_t step = 32 * static_cast<int64_t>(num_ctas) * kWarps;
   for (int64_t first = 32 * (static_cast<int64_t>(cta) * kWarps + warp); first < params.num_tokens; first += step) {
     const int32_t token = static_cast<int32_t>(min(first + lane, static_cast<int64_t>(params.num_tokens) - 1));
     const bool is_padding = !search.finds_sequence(token) && first + lane < params.num_tokens;
     for (uint32_t left = __ballot_sync(~0u, is_padding); left != 0; left &= left - 1) {
-      clear_out_row<T, 32>(params, static_cast<int32_t>(first) + __ffs(left) - 1, lane);
+      clear_out_row<T, 32>(params, num_heads, static_cast<int32_t>(first) + __ffs(left) - 1, lane);
     }
     if (!is_padding || params.lse == nullptr) continue;
     for (int32_t head = 0; head < num_heads; ++head) {
@@ -210,15 +215,22 @@ __device__ __forceinline__ void clear_all_padding_rows(const AttentionParams& pa
   }
 }
 
-/// Sets out to 0 and lse to -inf in this CTA's part of the padding rows. This is CTA `cta` of `num_ctas`.
+/// Sets out to 0 and lse to -inf in this CTA's part of the padding rows of `num_heads` query heads. This is CTA `cta` of
+/// `num_ctas`.
+template <typename T, int kThreads>
+__device__ __forceinline__ void clear_padding_rows(const AttentionParams& params, int32_t num_heads, bool ascends,
+                                                   const LiveRows& live, int32_t cta, int32_t num_ctas) {
+  if (params.seqused_q == nullptr) {
+    clear_outer_padding_rows<T, kThreads>(params, num_heads, live, cta, num_ctas);
+  } else {
+    clear_all_padding_rows<T, kThreads>(params, num_heads, ascends, cta, num_ctas);
+  }
+}
+/// The same for all query heads of a call without padding heads.
 template <typename T, int kThreads>
 __device__ __forceinline__ void clear_padding_rows(const AttentionParams& params, bool ascends, const LiveRows& live,
                                                    int32_t cta, int32_t num_ctas) {
-  if (params.seqused_q == nullptr) {
-    clear_outer_padding_rows<T, kThreads>(params, live, cta, num_ctas);
-  } else {
-    clear_all_padding_rows<T, kThreads>(params, ascends, cta, num_ctas);
-  }
+  clear_padding_rows<T, kThreads>(params, params.num_kv_heads * params.group, ascends, live, cta, num_ctas);
 }
 
 }  // namespace xa

@@ -255,10 +255,14 @@ struct RowMap {
   int32_t head_base;  // query head 0 of the group
 
   __device__ __forceinline__ RowMap(const AttentionParams& params, const QoTile& tile, int32_t kv_head)
+      : RowMap(params, tile, kv_head, params.group) {}
+  /// `params.group` counts padding heads, which follow the `group_heads` heads of a group.
+  __device__ __forceinline__ RowMap(const AttentionParams& params, const QoTile& tile, int32_t kv_head,
+                                    int32_t group_heads)
       : rows(params, tile.first_row),
         num_rows(tile.num_rows),
         first_token(tile.first_token),
-        head_base(kv_head * params.group) {}
+        head_base(kv_head * group_heads) {}
 
   __device__ __forceinline__ int32_t token(int32_t row) const { return first_token + rows.query(row); }
   __device__ __forceinline__ int32_t head(int32_t row) const { return head_base + rows.head(row); }

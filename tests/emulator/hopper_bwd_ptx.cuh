@@ -16,9 +16,6 @@ inline void cp_async_4_zfill(uint32_t destination, const void* source, bool is_c
   std::memcpy(::shared + destination, is_copied ? source : &zero, 4);
 }
 inline void cp_async_arrive(uint32_t barrier) { emulator::mbarrier_arrive(barrier, 0); }
-inline void tma_store(uint32_t from, const TensorMap& map, int32_t x0, int32_t x1, int32_t x2, int32_t x3, int32_t x4) {
-  host::tma_store(from, map, {x0, x1, x2, x3, x4});
-}
 inline void bulk_store(void* to, uint32_t from, uint32_t bytes) {
   if (from % 16 != 0 || bytes % 16 != 0) emulator::fail("a misaligned bulk copy");
   std::memcpy(to, ::shared + from, bytes);
@@ -27,7 +24,6 @@ inline void bulk_reduce_add_f32(void* to, uint32_t from, uint32_t bytes) {
   if (from % 16 != 0 || bytes % 16 != 0) emulator::fail("a misaligned bulk copy");
   for (uint32_t i = 0; i < bytes / 4; ++i) static_cast<float*>(to)[i] += reinterpret_cast<float*>(::shared + from)[i];
 }
-inline void bulk_commit_group() {}
 inline void named_barrier_arrive(int id, int threads) { emulator::barrier_arrive(id, threads); }
 inline void fence_proxy_async() {}
 /// Yields to the other threads of the CTA, because callers poll.

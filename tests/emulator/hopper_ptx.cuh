@@ -107,10 +107,6 @@ inline void mbarrier_arrive_expect_tx(uint32_t barrier, uint32_t bytes) { emulat
 inline void mbarrier_wait(uint32_t barrier, uint32_t parity) { emulator::mbarrier_wait(barrier, parity); }
 
 inline void tma_load(uint32_t to, const TensorMap& map, uint32_t barrier, int32_t x0, int32_t x1, int32_t x2,
-                     int32_t x3) {
-  host::tma_load(to, map, barrier, {x0, x1, x2, x3, 0});
-}
-inline void tma_load(uint32_t to, const TensorMap& map, uint32_t barrier, int32_t x0, int32_t x1, int32_t x2,
                      int32_t x3, int32_t x4) {
   host::tma_load(to, map, barrier, {x0, x1, x2, x3, x4});
 }
@@ -125,9 +121,11 @@ inline void tma_load_pair(uint32_t to, const TensorMap& map, uint32_t barrier, i
     emulator::mbarrier_complete_tx_at_rank(barrier, rank, bytes);
   }
 }
-inline void tma_store(uint32_t from, const TensorMap& map, int32_t x0, int32_t x1, int32_t x2, int32_t x3) {
-  host::tma_store(from, map, {x0, x1, x2, x3, 0});
+/// Each box is a bulk group of its own.
+inline void tma_store(uint32_t from, const TensorMap& map, int32_t x0, int32_t x1, int32_t x2, int32_t x3, int32_t x4) {
+  host::tma_store(from, map, {x0, x1, x2, x3, x4});
 }
+inline void bulk_commit_group() {}
 template <int kPending = 0>
 inline void bulk_wait_group_read() {
   emulator::bulk_wait_group(kPending);

@@ -29,6 +29,7 @@ mod kv_cache_update;
 mod kv_cache_update_fp8;
 mod layering;
 mod merge_attention_states;
+mod padding_heads;
 mod paged_attention;
 mod paged_attention_update;
 mod rope_kv_cache_update;

@@ -58,8 +58,9 @@ class Epilogue {
     float sink[2] = {-INFINITY, -INFINITY}, lse[2];
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
-      head[half] = work_.kv_head * params.group + ((packed + 8 * half) & (params.group - 1));
-      if (params.sinks != nullptr) sink[half] = __ldg(params.sinks + head[half]);
+      const int32_t in_pack = (packed + 8 * half) & (params.group - 1);
+      head[half] = work_.kv_head * prefill_.group_heads + in_pack;
+      if (params.sinks != nullptr && in_pack < prefill_.group_heads) sink[half] = __ldg(params.sinks + head[half]);
     }
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
@@ -77,6 +78,7 @@ class Epilogue {
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
       if (!by_tma_ && !to.writes(row(half))) continue;
+      if (is_padding(half)) continue;
       const int32_t token = work_.tile.first_token + ((packed + 8 * half) >> prefill_.group_log2);
       params.lse[static_cast<int64_t>(head[half]) * params.num_tokens + token] = lse[half];
     }
@@ -100,7 +102,7 @@ class Epilogue {
 
  private:
   __device__ __forceinline__ RowWriter<T, false> writer() const {
-    return RowWriter<T, false>(prefill_.attention, work_.tile, work_.kv_head);
+    return RowWriter<T, false>(prefill_.attention, work_.tile, work_.kv_head, prefill_.group_heads);
   }
   /// Packs as T, or as the type that AttentionParams::out_is_bf16 selects.
   __device__ __forceinline__ uint32_t pack(float low, float high) const {
@@ -114,6 +116,19 @@ class Epilogue {
   __device__ __forceinline__ int32_t row(int half) const {
     return first_row_ + 8 * half + static_cast<int32_t>(threadIdx.x % 32 / 4);
   }
+  /// Whether that row has a padding head, one of the last ones of a pack.
+  __device__ __forceinline__ bool is_padding(int half) const {
+    if (!Shape::kHasPaddingHeads || prefill_.group_heads == prefill_.attention.group) return false;
+    // Kept since the start of the tile, the row would be spilled past D 128; found again, D 128 is 1 to 2 % slower.
+    const uint32_t thread = Shape::kHeadDim > 128 ? xa::ptx::opaque(threadIdx.x) : threadIdx.x;
+    const int32_t row = first_row_ + 8 * half + static_cast<int32_t>(thread % 32 / 4);
+    return ((work_.tile.first_row + row) & (prefill_.attention.group - 1)) >= prefill_.group_heads;
+  }
+  /// The token of the warp's first row. If the rows leave by TMA, that row has the first head of the pack, which has at
+  /// most 16.
+  __device__ __forceinline__ int32_t first_token() const {
+    return work_.tile.first_token + ((work_.tile.first_row + first_row_) >> prefill_.group_log2);
+  }
 
   /// Stores row by row, 16 bytes per lane.
   __device__ __forceinline__ void store_by_row(const State& state) const {
@@ -121,7 +136,7 @@ class Epilogue {
     const int32_t chunks_left = prefill_.attention.value_dim / 8 - static_cast<int32_t>(threadIdx.x % 4);
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
-      const bool is_live = to.writes(row(half));
+      const bool is_live = to.writes(row(half)) && !is_padding(half);
       T* const chunks = to.out(is_live ? row(half) : 0) + threadIdx.x % 4 * 8;
 #pragma unroll
       for (int column = 0; column < Shape::kValueDim / 8; column += 4) {
@@ -142,7 +157,7 @@ class Epilogue {
     const auto to = writer();
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
-      if (!to.writes(row(half))) continue;
+      if (!to.writes(row(half)) || is_padding(half)) continue;
 #pragma unroll
       for (int column = 0; column < Shape::kValueDim / 8; ++column) {
         if (8 * column >= prefill_.attention.value_dim) break;
@@ -155,7 +170,7 @@ class Epilogue {
 
   /// Stores the 16 rows as one TMA box by way of `staging`.
   __device__ __forceinline__ void store_by_tma(const State& state, uint32_t staging) const {
-    const int32_t lane = threadIdx.x % 32, group = prefill_.attention.group;
+    const int32_t lane = threadIdx.x % 32;
     if (lane == 0) ptx::bulk_wait_group_read();
     __syncwarp();
     // stmatrix stores rows 0-7 and 8-15 of one 16-byte chunk, then of the next.
@@ -174,20 +189,19 @@ class Epilogue {
     ptx::fence_proxy_async_shared();
     __syncwarp();
     if (lane != 0) return;
-    const int32_t packed = work_.tile.first_row + first_row_;
     const int32_t boxes = prefill_.clips_columns != 0 ? Shape::ValueBlock::kAtomColumns : 1;
 #pragma unroll 1
     for (int32_t box = 0; box < boxes; ++box) {
-      ptx::tma_store(staging + box * 16 * Atom::kRowBytes, prefill_.out, box * Atom::kColumns,
-                     work_.kv_head * group + (packed & (group - 1)),
-                     work_.tile.first_token + (packed >> prefill_.group_log2), 0);
+      ptx::tma_store(staging + box * 16 * Atom::kRowBytes, prefill_.out, box * Atom::kColumns, 0, work_.kv_head,
+                     first_token(), 0);
     }
+    ptx::bulk_commit_group();
   }
 
   /// The same, one TMA box for each atom column, where `staging` has room for two of them: while one is written, the
   /// one before leaves.
   __device__ __forceinline__ void store_atom_columns_by_tma(const State& state, uint32_t staging) const {
-    const int32_t lane = threadIdx.x % 32, group = prefill_.attention.group;
+    const int32_t lane = threadIdx.x % 32;
     const int32_t row = lane % 16;
 #pragma unroll
     for (int atom_column = 0; atom_column < Shape::kOutputPasses; ++atom_column) {
@@ -207,9 +221,8 @@ class Epilogue {
       ptx::fence_proxy_async_shared();
       __syncwarp();
       if (lane != 0) continue;
-      const int32_t packed = work_.tile.first_row + first_row_;
-      ptx::tma_store(to, prefill_.out, 0, work_.kv_head * group + (packed & (group - 1)),
-                     work_.tile.first_token + (packed >> prefill_.group_log2), atom_column);
+      ptx::tma_store(to, prefill_.out, 0, 0, work_.kv_head, first_token(), atom_column);
+      ptx::bulk_commit_group();
     }
   }
 

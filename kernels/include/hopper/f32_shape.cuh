@@ -29,6 +29,7 @@ struct F32PrefillShape : Config {
   /// Warps that transpose V, which 8-bit operands need.
   static constexpr int kTransposeWarps = 0;
   static constexpr bool kOutputTypeAtRunTime = false;
+  static constexpr bool kHasPaddingHeads = false;
   static constexpr bool kHasWarpgroupBlocks = false;
 
   using Atom = SwizzleAtom<64>;

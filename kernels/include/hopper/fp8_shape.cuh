@@ -37,6 +37,8 @@ struct Fp8PrefillShape : Config {
   /// P is multiplied by 2^kWeightLog2, so that fewer small weights underflow; the largest e4m3fn is 448.
   static constexpr int kWeightLog2 = 8;
 
+  static constexpr bool kTakesClippedPages = false;
+  static constexpr bool kHasPaddingHeads = false;
   static constexpr bool kHasCpAsyncLoader = false;
   /// Atom of O.
   using Atom = SwizzleAtom<64>;

@@ -17,9 +17,8 @@ namespace xa::hopper {
 enum class Operand { keys, values };
 
 /// Loads blocks of K or V by TMA. Paged: a block is several boxes, one per lane, each within a page.
-template <typename Shape, Operand kOperand>
+template <typename Shape, Operand kOperand, bool kPaged>
 class TmaLoader {
-  static constexpr bool kPaged = Shape::kStorage == Storage::paged;
   static constexpr bool kOfKeys = kOperand == Operand::keys;
   static constexpr int kRowGroups = Shape::kKeys / 8;
   using Block = std::conditional_t<kOfKeys, typename Shape::KeyBlock, typename Shape::LoadedValueBlock>;
@@ -73,12 +72,11 @@ class TmaLoader {
     // The phase of `full` cannot complete before lane 0's arrival below, so no lane misses the phase of `empty`.
     __syncwarp();
     if constexpr (kPaged) {
-      const uint32_t box_bytes = box_row_groups_ * Block::kStrideByteOffset;
       const uint32_t visible = __ballot_sync(~0u, box.row_group >= 0);
-      if (lane_ == 0) full.arrive_expect_tx(__popc(visible) * box_bytes);
+      if (lane_ == 0) full.arrive_expect_tx(__popc(visible) * box_row_groups_ * (Block::kBytes / kRowGroups));
       __syncwarp();
       if (box.row_group >= 0) {
-        for_each_box(to + lane_ * box_bytes, [&](uint32_t box_to, int32_t column) {
+        for_each_box(to + lane_ * box_row_groups_ * Block::kStrideByteOffset, [&](uint32_t box_to, int32_t column) {
           load_box(box_to, map, full.address, column, 0, head_atom_column_, box.row_group, box.page);
         });
       }
@@ -326,12 +324,8 @@ __device__ __forceinline__ void load_query(const HopperPrefillParams& params, co
   for (int32_t box = 0; box < boxes; ++box) {
     const uint32_t to = pipeline.query() + box * Shape::kQueryAtomColumnBytes;
     const int32_t column = box * kAtomElements;
-    if constexpr (Shape::kSplitsKeys) {
-      // The heads of a KV head are a dimension of their own, so that TMA fills padding heads with zeros.
-      ptx::tma_load(to, params.q, full.address, column, 0, tile.work.kv_head, token, 0);
-    } else {
-      ptx::tma_load(to, params.q, full.address, column, tile.work.kv_head * params.attention.group, token, 0);
-    }
+    // The heads of a pack are an axis of their own, so that TMA fills padding heads with zeros.
+    ptx::tma_load(to, params.q, full.address, column, 0, tile.work.kv_head, token, 0);
   }
 }
 
@@ -404,7 +398,14 @@ __device__ __forceinline__ void load_blocks(const HopperPrefillParams& params, c
       return;
     }
   }
-  load_blocks_with<Shape, kOperand>(TmaLoader<Shape, kOperand>(params, pipeline), params, pipeline);
+  constexpr bool kPaged = Shape::kStorage == Storage::paged;
+  if constexpr (!kPaged && Shape::kTakesClippedPages) {
+    if (params.box_row_groups != 0) {
+      load_blocks_with<Shape, kOperand>(TmaLoader<Shape, kOperand, true>(params, pipeline), params, pipeline);
+      return;
+    }
+  }
+  load_blocks_with<Shape, kOperand>(TmaLoader<Shape, kOperand, kPaged>(params, pipeline), params, pipeline);
 }
 
 }  // namespace xa::hopper

@@ -55,14 +55,6 @@ __device__ __forceinline__ void mbarrier_wait(uint32_t barrier, uint32_t parity)
 
 /// Loads a box to shared memory; `barrier` counts its bytes. Elements outside the tensor become 0 and count too.
 __device__ __forceinline__ void tma_load(uint32_t to, const TensorMap& map, uint32_t barrier, int32_t x0, int32_t x1,
-                                         int32_t x2, int32_t x3) {
-  asm volatile(
-      "cp.async.bulk.tensor.4d.shared::cluster.global.tile.mbarrier::complete_tx::bytes [%0], [%1, {%3, %4, %5, %6}], "
-      "[%2];" ::"r"(to),
-      "l"(&map), "r"(barrier), "r"(x0), "r"(x1), "r"(x2), "r"(x3)
-      : "memory");
-}
-__device__ __forceinline__ void tma_load(uint32_t to, const TensorMap& map, uint32_t barrier, int32_t x0, int32_t x1,
                                          int32_t x2, int32_t x3, int32_t x4) {
   asm volatile(
       "cp.async.bulk.tensor.5d.shared::cluster.global.tile.mbarrier::complete_tx::bytes [%0], [%1, {%3, %4, %5, %6, "
@@ -89,16 +81,17 @@ __device__ __forceinline__ void tma_load_pair(uint32_t to, const TensorMap& map,
       "l"(&map), "r"(barrier), "r"(x0), "r"(x1), "r"(x2), "r"(x3), "r"(x4), "h"(static_cast<uint16_t>(3))
       : "memory");
 }
-/// Stores a box from shared memory asynchronously, as a bulk group. The thread must call `bulk_wait_group_read` before
-/// that memory is written again.
+/// Stores a box from shared memory asynchronously, in the bulk group that `bulk_commit_group` closes. The thread must
+/// call `bulk_wait_group_read` before that memory is written again.
 __device__ __forceinline__ void tma_store(uint32_t from, const TensorMap& map, int32_t x0, int32_t x1, int32_t x2,
-                                          int32_t x3) {
+                                          int32_t x3, int32_t x4) {
   asm volatile(
-      "cp.async.bulk.tensor.4d.global.shared::cta.tile.bulk_group [%1, {%2, %3, %4, %5}], [%0];\n"
-      "cp.async.bulk.commit_group;" ::"r"(from),
-      "l"(&map), "r"(x0), "r"(x1), "r"(x2), "r"(x3)
+      "cp.async.bulk.tensor.5d.global.shared::cta.tile.bulk_group [%1, {%2, %3, %4, %5, %6}], [%0];" ::"r"(from),
+      "l"(&map), "r"(x0), "r"(x1), "r"(x2), "r"(x3), "r"(x4)
       : "memory");
 }
+/// Makes this thread's bulk copies since the last call a bulk group.
+__device__ __forceinline__ void bulk_commit_group() { asm volatile("cp.async.bulk.commit_group;" ::: "memory"); }
 /// Waits until this thread's bulk groups, except the last kPending, have read their shared memory.
 template <int kPending = 0>
 __device__ __forceinline__ void bulk_wait_group_read() {

@@ -38,11 +38,9 @@ struct WarpgroupTile : PrefillTile {
   int32_t warpgroup_end_block[3];  // first_block for a warpgroup without keys, as its first block
 };
 
-/// A work tile of hopper_split_kv: possibly some of a tile's keys only. Query heads are packed with padding heads, so
-/// that their number is a power of two.
+/// A work tile of hopper_split_kv: possibly some of a tile's keys only.
 struct SplitKvTile : PrefillTile {
   int32_t partial_row;  // in the workspace, for the tile's first row; -1: the rows go to out and lse
-  int32_t group;        // query heads per KV head, without padding heads
 };
 
 /// Whether a row of tiles::HopperPrefill is for a logits transform.
@@ -86,7 +84,8 @@ struct PrefillShape : Config {
   static constexpr int kQueryBytes = kQueryAtomColumns * kQueryAtomColumnBytes;
 
   /// A block of K or V. Contiguous keys: [atom column][key], one TMA box. Paged keys: [row group of 8 keys][atom
-  /// column][key], so that the row groups of a page are one TMA box, wherever that page is.
+  /// column][key], so that the row groups of a page are one TMA box, wherever that page is. Boxes that clip columns have
+  /// one atom column each, so kernels for contiguous keys load such pages (kTakesClippedPages).
   template <int kColumns>
   struct Block {
     static constexpr int kAtomColumns = kColumns / Atom::kColumns;
@@ -98,6 +97,9 @@ struct PrefillShape : Config {
   using KeyBlock = Block<kHeadDim>;
   using ValueBlock = Block<kValueDim>;
   using LoadedValueBlock = ValueBlock;
+
+  /// Whether packs may have padding heads.
+  static constexpr bool kHasPaddingHeads = !kTransformsLogits<Config>;
 
   /// The K warp and the V warp.
   static constexpr int kLoadWarps = 2, kKeyLoadWarps = 1;
@@ -123,6 +125,9 @@ struct PrefillShape : Config {
   static constexpr bool kStagesOutputInValues =
       !Config::kSplitsKeys && !kTransformsLogits<Config> && !kHasOutputStaging && kClusterSize == 1;
   static_assert(!kStagesOutputInValues || Config::kWarpgroups == Config::kStages);
+  /// Tiles of one atom column have the same block for both, and tiny tiles and clusters are for contiguous keys alone.
+  static constexpr bool kTakesClippedPages =
+      kStorage == Storage::contiguous && kQueryAtomColumns > 1 && Config::kCtasPerSm == 1 && kClusterSize == 1;
   /// Pages that TMA boxes cannot describe are loaded row by row (CpAsyncLoader).
   static constexpr bool kHasCpAsyncLoader = kStorage == Storage::paged;
   /// 4-byte entries for the rows of a block, one list for K and one for V, in rounds of 32 (CpAsyncLoader in load.cuh).

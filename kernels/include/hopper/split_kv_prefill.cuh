@@ -21,9 +21,9 @@ namespace xa::hopper {
 
 /// The scheduler warp: writes the work tiles of the CTA's range, the current one first, then one without rows.
 template <typename Shape>
-__device__ __forceinline__ void schedule_work_range(const HopperSplitKvParams& params, const Pipeline<Shape>& pipeline,
+__device__ __forceinline__ void schedule_work_range(const HopperPrefillParams& prefill, const Pipeline<Shape>& pipeline,
                                                     WorkTile& work, WorkRange& range, int32_t range_index) {
-  const AttentionParams& attention = params.prefill.attention;
+  const AttentionParams& attention = prefill.attention;
   const WorkRangeIterator<Shape::kRows, Shape::kKeys> iterator(attention, work, range, range_index);
   const int32_t lane = threadIdx.x % 32;
   const float value_factor = attention.value_factor * scale_of(attention.v_scale, work.kv_head);
@@ -46,7 +46,6 @@ __device__ __forceinline__ void schedule_work_range(const HopperSplitKvParams& p
       tile.end_block = (work.keys.end + Shape::kKeys - 1) / Shape::kKeys;
       tile.value_factor = value_factor;
       tile.partial_row = range.partial_row;
-      tile.group = params.unpadded.group;
       pipeline.tile_full(state).arrive();
     }
     __syncwarp();
@@ -55,20 +54,19 @@ __device__ __forceinline__ void schedule_work_range(const HopperSplitKvParams& p
 
 /// Describes the split tile in whose middle the work range starts to the combine kernel, which knows no padding heads.
 template <typename Shape>
-__device__ __forceinline__ void store_unpadded_split_record(const HopperSplitKvParams& params, const WorkTile& work,
+__device__ __forceinline__ void store_unpadded_split_record(const HopperPrefillParams& prefill, const WorkTile& work,
                                                             WorkRange& range, int32_t range_index) {
   if (threadIdx.x != 0) return;
   QoTile& tile = range.start_split.tile;
-  tile.first_row = (tile.first_row >> params.prefill.group_log2) * params.unpadded.group;
-  tile.num_rows = (tile.num_rows >> params.prefill.group_log2) * params.unpadded.group;
-  store_split_record<Shape::kRows>(params.prefill.attention, work, range, range_index);
+  tile.first_row = (tile.first_row >> prefill.group_log2) * prefill.group_heads;
+  tile.num_rows = (tile.num_rows >> prefill.group_log2) * prefill.group_heads;
+  store_split_record<Shape::kRows>(prefill.attention, work, range, range_index);
 }
 
 /// Computes the CTA's work range of KV head blockIdx.x % Hkv. Every thread of the CTA calls this, and the kernel must
 /// end with it, because setmaxnreg moves registers from the load warpgroup to the compute warpgroups.
 template <typename Shape, typename T, typename LogitsTransform>
-__device__ __forceinline__ void split_kv(const HopperSplitKvParams& params, uint8_t* shared) {
-  const HopperPrefillParams& prefill = params.prefill;
+__device__ __forceinline__ void split_kv(const HopperPrefillParams& prefill, uint8_t* shared) {
   const AttentionParams& attention = prefill.attention;
   const Pipeline<Shape> pipeline(shared);
   WorkTile& work = pipeline.work_tile();
@@ -93,7 +91,7 @@ __device__ __forceinline__ void split_kv(const HopperSplitKvParams& params, uint
         load_blocks<Shape, Operand::values>(prefill, pipeline);
         break;
       case 2:
-        schedule_work_range<Shape>(params, pipeline, work, range, index.index);
+        schedule_work_range<Shape>(prefill, pipeline, work, range, index.index);
         break;
       default:
         break;
@@ -101,12 +99,12 @@ __device__ __forceinline__ void split_kv(const HopperSplitKvParams& params, uint
   } else {
     ptx::warpgroup_reg_alloc<Shape::kRegisters>();
     // While the first blocks are on their way.
-    store_unpadded_split_record<Shape>(params, work, range, index.index);
+    store_unpadded_split_record<Shape>(prefill, work, range, index.index);
     __syncwarp();
     compute_tiles<Shape, T, LogitsTransform>(prefill, pipeline);
-    if (params.unpadded.clears_padding_rows == 0) return;
-    clear_padding_rows<T, Shape::kComputeThreads>(params.unpadded, starts_ascend(work.maxima), range.live, blockIdx.x,
-                                                  gridDim.x);
+    if (attention.clears_padding_rows == 0) return;
+    clear_padding_rows<T, Shape::kComputeThreads>(attention, attention.num_kv_heads * prefill.group_heads,
+                                                  starts_ascend(work.maxima), range.live, blockIdx.x, gridDim.x);
   }
 }
 

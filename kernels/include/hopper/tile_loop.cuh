@@ -65,12 +65,13 @@ __device__ __forceinline__ void for_each_tile(const HopperPrefillParams& prefill
   }
   // TMA stores read shared memory, which the CTA gives up when it exits.
   ptx::bulk_wait_group();
-  if (params.clears_padding_rows != 0) {
+  // hopper_split_kv clears them itself.
+  if (!Shape::kSplitsKeys && params.clears_padding_rows != 0) {
     pipeline.starts_checked().wait();
     const bool ascend = pipeline.starts_ascend() != 0;
     const int32_t cta = Shape::kClusterSize * blockIdx.x + (Shape::kClusterSize > 1 ? blockIdx.y : 0);
-    clear_padding_rows<Out, Shape::kComputeThreads>(params, ascend, live_rows(params, ascend), cta,
-                                                    Shape::kClusterSize * gridDim.x);
+    clear_padding_rows<Out, Shape::kComputeThreads>(params, params.num_kv_heads * prefill.group_heads, ascend,
+                                                    live_rows(params, ascend), cta, Shape::kClusterSize * gridDim.x);
   }
 }
 

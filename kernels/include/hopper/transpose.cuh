@@ -110,7 +110,7 @@ class Transposer {
 /// A transpose warp: transposes its part of the blocks of all tiles of the CTA. Warp 0 issues their TMA loads too.
 template <typename Shape, int kWarp>
 __device__ __forceinline__ void transpose_blocks(const HopperPrefillParams& params, const Pipeline<Shape>& pipeline) {
-  TmaLoader<Shape, Operand::values> loader(params, pipeline);
+  TmaLoader<Shape, Operand::values, Shape::kStorage == Storage::paged> loader(params, pipeline);
   const Transposer<Shape> transposer(pipeline, kWarp);
   int32_t block_count = 0, rows = 1;
 #pragma unroll 1

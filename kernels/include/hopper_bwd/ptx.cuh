@@ -26,14 +26,6 @@ __device__ __forceinline__ void cp_async_arrive(uint32_t barrier) {
   asm volatile("cp.async.mbarrier.arrive.noinc.shared::cta.b64 [%0];" ::"r"(barrier) : "memory");
 }
 
-/// As tma_store of hopper/ptx.cuh, with five coordinates and without the commit.
-__device__ __forceinline__ void tma_store(uint32_t from, const TensorMap& map, int32_t x0, int32_t x1, int32_t x2,
-                                          int32_t x3, int32_t x4) {
-  asm volatile(
-      "cp.async.bulk.tensor.5d.global.shared::cta.tile.bulk_group [%1, {%2, %3, %4, %5, %6}], [%0];" ::"r"(from),
-      "l"(&map), "r"(x0), "r"(x1), "r"(x2), "r"(x3), "r"(x4)
-      : "memory");
-}
 /// Copies `bytes` contiguous bytes from shared to global memory.
 __device__ __forceinline__ void bulk_store(void* to, uint32_t from, uint32_t bytes) {
   asm volatile("cp.async.bulk.global.shared::cta.bulk_group [%0], [%1], %2;" ::"l"(to), "r"(from), "r"(bytes)
@@ -45,8 +37,6 @@ __device__ __forceinline__ void bulk_reduce_add_f32(void* to, uint32_t from, uin
                "r"(bytes)
                : "memory");
 }
-/// Makes this thread's bulk copies since the last call a bulk group.
-__device__ __forceinline__ void bulk_commit_group() { asm volatile("cp.async.bulk.commit_group;" ::: "memory"); }
 
 /// Arrives at named barrier `id` without waiting; `threads` includes the threads that wait at it.
 __device__ __forceinline__ void named_barrier_arrive(int id, int threads) {

@@ -6,6 +6,7 @@ pub(super) mod tests;
 mod tiles;
 
 use super::split::room;
+use super::tiles::transforms_logits;
 use super::{Call, Launch, Launches, Parameter, UNLIMITED, decode, max_tiles};
 use crate::cuda::device::Device;
 use crate::cuda::enqueue::{LaunchAttributes, LaunchConfig};
@@ -34,11 +35,22 @@ const ATOM_ROWS: i64 = 8;
 /// Rows of a warp, which one TMA store writes.
 const WARP_ROWS: i64 = 16;
 
+/// The most query heads of a pack: a tile then has the rows of two queries.
+pub(super) const LARGEST_PACK: i64 = 64;
+
+/// Padding heads must save this percentage of the tiles.
+const TILES_SAVED_PERCENT: i64 = 15;
+
+/// Query heads per KV head with padding heads.
+pub(super) fn padded_group(group: i64) -> i64 {
+    group.unsigned_abs().next_power_of_two() as i64
+}
+
 /// How the kernel computes a call: its tile shape and how it packs query heads.
 #[derive(Clone, Copy)]
 pub(super) struct HopperPrefill {
     pub(super) tile: &'static HopperPrefillTile,
-    /// `PackGQA`: query heads whose rows share a tile, the largest power of two that divides Hq / Hkv, at most 64.
+    /// `PackGQA`: query heads whose rows share a tile, a power of two. Padding heads count.
     pub(super) pack_gqa: i64,
     /// Number of such packs per KV head.
     pub(super) packs_per_kv_head: i64,
@@ -68,19 +80,44 @@ impl HopperPrefill {
     /// `None` for calls that the portable kernels compute.
     pub(super) fn of(problem: &Attention, device: &Device) -> Option<Self> {
         let group = (problem.num_q_heads / problem.num_kv_heads) as i64;
-        let pack_gqa = (group & -group).min(64);
-        let takes = |tile: &&HopperPrefillTile| {
-            !tile.splits_keys && tile.serves(problem) && tile.takes_lengths(problem, pack_gqa)
+        let with_packs = |pack_gqa: i64, packs_per_kv_head: i64| {
+            let takes = |tile: &&HopperPrefillTile| {
+                !tile.splits_keys && tile.serves(problem) && tile.takes_lengths(problem, pack_gqa)
+            };
+            let tile = HOPPER_PREFILL.iter().filter(takes).min_by_key(|tile| tile.preference())?;
+            Some(Self { tile, pack_gqa, packs_per_kv_head })
         };
-        let tile = HOPPER_PREFILL.iter().filter(takes).min_by_key(|tile| tile.preference())?;
-        let prefill = Self { tile, pack_gqa, packs_per_kv_head: group / pack_gqa };
+        let pack_gqa = (group & -group).min(LARGEST_PACK);
+        let exact = with_packs(pack_gqa, group / pack_gqa)?;
+        let prefill = if exact.is_better_padded(problem) { with_packs(padded_group(group), 1)? } else { exact };
         // A per-head v_scale with several packs per KV head is left to the portable kernels.
         let scales_values_by_head = problem.v_scale.is_some_and(|scale| scale.per_head);
         let loads = prefill.is_f32()
             || supports_tma(problem.q.dtype, problem.q.data, &prefill.query_axes(problem))
                 && (prefill.loads_kv_by_tma(problem) || (!prefill.is_fp8() && loads_kv_by_cp_async(problem)));
-        let fits = device.has_tensor_maps && (group == pack_gqa || !scales_values_by_head) && loads;
+        let fits = device.has_tensor_maps && (prefill.packs_per_kv_head == 1 || !scales_values_by_head) && loads;
         fits.then_some(prefill)
+    }
+
+    /// Whether one pack per KV head, with padding heads, has fewer tiles than several packs, by [`TILES_SAVED_PERCENT`], in a call
+    /// whose sequences have all as many queries as the longest one, or as the average one if the caller does not say. 7 query heads of
+    /// 64 queries are 7 half-empty tiles, or 4 full ones with the rows of an eighth head.
+    fn is_better_padded(&self, problem: &Attention) -> bool {
+        let (rows, seqs) = (problem.num_rows as i64, (problem.max_seqs as i64).max(1));
+        // The caller's number may be any.
+        let longest = match problem.queries.longest.min(problem.num_rows) as i64 {
+            0 => (rows + seqs - 1) / seqs,
+            longest => longest,
+        };
+        let tile_rows = self.tile.rows();
+        let tiles = |pack: i64| (longest.saturating_mul(pack) + tile_rows - 1) / tile_rows;
+        let padded = padded_group(self.pack_gqa * self.packs_per_kv_head);
+        padded <= LARGEST_PACK
+            && tiles(padded).saturating_mul(100 + TILES_SAVED_PERCENT)
+                <= tiles(self.pack_gqa).saturating_mul(100 * self.packs_per_kv_head)
+            && self.tile.bytes == 2
+            && !transforms_logits(problem)
+            && !problem.batch_invariant
     }
 
     /// Whether prefill computes the short sequences too, which saves decode's launches. If sequences are long on average, or the
@@ -120,8 +157,8 @@ impl HopperPrefill {
     /// The index of `kernel`'s variant for the call in the table of variants.
     pub(super) fn variant(&self, kernel: &str, problem: &Attention) -> Result<usize> {
         let storage = match problem.keys.storage {
-            KeyStorage::Contiguous { .. } => "contiguous",
-            KeyStorage::Paged(_) => "paged",
+            KeyStorage::Paged(_) if !self.clips_pages(problem) => "paged",
+            _ => "contiguous",
         };
         let HopperPrefillTile { head_dim, logits, .. } = self.tile;
         match self.tile.bytes {
@@ -152,6 +189,11 @@ impl HopperPrefill {
         i64::from((device.sms * self.tile.ctas_per_sm / self.tile.ctas_per_cluster()).max(1))
     }
 
+    /// Query heads of a pack, without padding heads.
+    fn heads_per_pack(&self, problem: &Attention) -> i64 {
+        problem.num_q_heads as i64 / self.num_packs(problem)
+    }
+
     /// Number of packs of all KV heads.
     fn num_packs(&self, problem: &Attention) -> i64 {
         problem.num_kv_heads as i64 * self.packs_per_kv_head
@@ -169,6 +211,15 @@ impl HopperPrefill {
         [problem.head_dim, problem.value_dim] != [self.tile.dim, self.tile.value_dim].map(|dim| dim as usize)
     }
 
+    /// Whether K and V are pages in boxes of one atom column, of several. Boxes that clip columns cannot have more. They take the
+    /// kernels for contiguous keys, whose blocks are one atom column after the other.
+    fn clips_pages(&self, problem: &Attention) -> bool {
+        matches!(problem.keys.storage, KeyStorage::Paged(_))
+            && self.clips_columns(problem)
+            && i64::from(self.tile.dim) > self.tile.kv_atom_row()
+            && self.loads_kv_by_tma(problem)
+    }
+
     /// Tensor map of K or V with `dim` columns per head, in boxes of `keys` keys. With promotion, calls that read every
     /// key once take 6 % longer.
     pub(super) fn key_map(&self, problem: &Attention, view: &KvView, dim: usize, keys: i64) -> Result<TensorMap> {
@@ -176,44 +227,43 @@ impl HopperPrefill {
     }
 
     /// Keys per box: contiguous, those of a block; paged, the largest power of two that divides page and block, so that a
-    /// box is within one page and one block. In shared memory the atom columns of 8 keys follow each other, so a box of one
-    /// of several atom columns has 8 keys.
+    /// box is within one page and one block.
     fn keys_per_box(&self, problem: &Attention) -> i64 {
         let block = i64::from(self.tile.keys);
         let KeyStorage::Paged(table) = problem.keys.storage else { return block };
-        if self.clips_columns(problem) && i64::from(self.tile.dim) > self.tile.kv_atom_row() {
-            return ATOM_ROWS;
-        }
         let both = (table.page_size as i64 | block) / ATOM_ROWS;
         ATOM_ROWS * (both & -both)
     }
 
-    fn query_axes(&self, problem: &Attention) -> [Axis; 4] {
+    pub(super) fn query_axes(&self, problem: &Attention) -> [Axis; 5] {
         self.row_axes(problem, &problem.q, problem.head_dim, self.tile.rows())
     }
 
-    fn out_axes(&self, problem: &Attention) -> [Axis; 4] {
+    fn out_axes(&self, problem: &Attention) -> [Axis; 5] {
         let mut axes = self.row_axes(problem, &problem.out, problem.value_dim, WARP_ROWS);
         if self.tile.stages_out_by_atom_column() {
-            axes[3].box_len = 1;
+            axes[4].box_len = 1;
         }
         axes
     }
 
     /// The axes of `dim` columns of a head: those of an atom row, and the atom columns, all of them in a box. Clipped, the
     /// first axis has all columns of the head, and a box has one atom column.
-    pub(super) fn column_axes(&self, problem: &Attention, dim: usize, atom_row: i64) -> [Axis; 2] {
+    fn column_axes(&self, problem: &Attention, dim: usize, atom_row: i64) -> [Axis; 2] {
         let dim = dim as i64;
         let (len, atom_columns) = if self.clips_columns(problem) { (dim, 1) } else { (atom_row, dim / atom_row) };
         [Axis { len, stride: 1, box_len: atom_row }, axis(atom_columns, atom_row, atom_columns)]
     }
 
-    /// Axes of q or out as `[atom column, token, head, column]`, the innermost first. A box is `rows` packed rows.
-    fn row_axes(&self, problem: &Attention, tensor: &Tensor, dim: usize, rows: i64) -> [Axis; 4] {
+    /// Axes of q or out as `[atom column, token, pack, head of the pack, column]`, the innermost first. A box is `rows` packed
+    /// rows.
+    fn row_axes(&self, problem: &Attention, tensor: &Tensor, dim: usize, rows: i64) -> [Axis; 5] {
         let [element, atom_columns] = self.column_axes(problem, dim, self.tile.atom_row(tensor.dtype.size()));
+        let heads = self.heads_per_pack(problem);
         [
             element,
-            axis(problem.num_q_heads as i64, tensor.stride(1), self.pack_gqa),
+            axis(heads, tensor.stride(1), self.pack_gqa),
+            axis(self.num_packs(problem), heads * tensor.stride(1), 1),
             axis(problem.num_rows as i64, tensor.stride(0), rows / self.pack_gqa),
             atom_columns,
         ]
@@ -293,9 +343,11 @@ impl PrefillParameter<'_> {
         }
         let rows =
             |tensor: &Tensor, axes: &[Axis]| TensorMap::new(tensor.dtype, tensor.data, axes, L2Promotion::Bytes256);
-        // f32 O of 16-bit queries, and O with more heads per pack_gqa than rows per warp, is stored row by row.
+        // f32 O of 16-bit queries, and O with more heads per pack_gqa than rows per warp, is stored row by row, and so are the
+        // partials of split keys.
         let out_axes = prefill.out_axes(problem);
         let stores_by_tma = attention.widens_out == 0
+            && !prefill.tile.splits_keys
             && prefill.pack_gqa <= WARP_ROWS
             && supports_tma(problem.out.dtype, problem.out.data, &out_axes);
         let q = rows(&problem.q, &prefill.query_axes(problem))?;
@@ -303,7 +355,7 @@ impl PrefillParameter<'_> {
     }
 
     /// The parameter with these tensor maps of q and out. Without the latter O is stored row by row.
-    pub(super) fn params_with(&self, q: TensorMap, out: Option<TensorMap>) -> Result<HopperPrefillParams> {
+    fn params_with(&self, q: TensorMap, out: Option<TensorMap>) -> Result<HopperPrefillParams> {
         let Self { prefill, problem, attention, next_tile } = self;
         let score = &problem.score;
         let clips_columns = prefill.clips_columns(problem);
@@ -334,6 +386,7 @@ impl PrefillParameter<'_> {
             k_head_atom_columns: head_atom_columns(&problem.k),
             v_head_atom_columns: head_atom_columns(&problem.v),
             group_log2: prefill.pack_gqa.trailing_zeros() as i32,
+            group_heads: prefill.heads_per_pack(problem) as i32,
             clips_columns: i32::from(clips_columns),
             page_divisor: PageDivisor::of(&problem.keys.storage),
         })

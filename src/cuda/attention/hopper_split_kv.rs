@@ -1,14 +1,13 @@
 //! Few queries per sequence over many keys on Hopper: prefill whose keys are divided between CTAs (split-KV), as in decode.
 
 use super::decode;
-use super::hopper::{HopperPrefill, PrefillParameter, axis, loads_kv_by_cp_async};
+use super::hopper::{HopperPrefill, LARGEST_PACK, PrefillParameter, loads_kv_by_cp_async, padded_group};
 use super::split::{KvSplit, WorkUnit};
 use super::{Call, Launch, Launches, Parameter, UNLIMITED, max_tiles};
 use crate::cuda::device::Device;
 use crate::cuda::enqueue::LaunchConfig;
 use crate::cuda::params::attention::AttentionParams;
-use crate::cuda::params::hopper_prefill::HopperSplitKvParams;
-use crate::cuda::tensor_map::{Axis, L2Promotion, TensorMap, supports_tma};
+use crate::cuda::tensor_map::supports_tma;
 use crate::cuda::tiles::HOPPER_PREFILL;
 use crate::error::Result;
 use crate::problem::attention::{Attention, KeyStorage};
@@ -16,15 +15,8 @@ use std::ptr::null_mut;
 
 const KERNEL: &str = "hopper_split_kv";
 
-/// The largest padded number of query heads per KV head: a tile then has the rows of two queries.
-const LARGEST_GROUP: usize = 64;
-
 /// Tenths of a wave of CTAs. With tiles for more, prefill is faster without splitting keys.
 const WAVE_TENTHS: i64 = 17;
-
-/// A call whose query heads per KV head are no power of two takes this kernel for any number of tiles if they are fewer
-/// than prefill's by this percentage. Prefill packs fewer heads, and pads few queries of each pack to a tile.
-const TILES_SAVED_PERCENT: i64 = 15;
 
 /// Keys per query of a sequence, at least: for fewer, the causal mask leaves CTAs of a static partition idle.
 const KEYS_PER_QUERY: i64 = 8;
@@ -38,18 +30,15 @@ pub(super) fn launches<'c>(call: &Call<'c>) -> Result<Option<Launches<'c>>> {
     let split = KvSplit::of_units(problem, unit, tiles, UNLIMITED, i64::from(device.sms), 0);
     let queries = (call.rows() + call.seqs() - 1) / call.seqs().max(1);
     // Without the memory for its partials, this kernel leaves SMs idle as others do. There are none if no tile is long enough
-    // to be split; it is then faster only for sequences of one tile, or of fewer tiles.
-    let has_few_tiles =
-        queries * prefill.pack_gqa <= prefill.tile.rows() || saves_tiles(queries, call.group(), prefill.tile.rows());
-    let needs_partials = split.may_split || !has_few_tiles;
+    // to be split; it is then faster only for sequences of one tile.
+    let needs_partials = split.may_split || queries * prefill.pack_gqa > prefill.tile.rows();
     if needs_partials && i64::from(split.partial.num_ranges) < split.ranges {
         return Ok(None);
     }
     let params = AttentionParams { clears_padding_rows: 1, partial: split.partial, ..call.params_for(1, UNLIMITED) };
     let grid = [(split.ranges * problem.num_kv_heads as i64) as u32, 1, 1];
     let config = LaunchConfig { grid, threads: prefill.tile.threads(), shared_memory: prefill.tile.shared_bytes };
-    let of = PrefillParameter { prefill, problem, attention: params, next_tile: null_mut() };
-    let parameter = Parameter::SplitKv(Box::new(SplitKvParameter(of)));
+    let parameter = Parameter::Prefill(PrefillParameter { prefill, problem, attention: params, next_tile: null_mut() });
     let attend = Launch::new(KERNEL, prefill.variant(KERNEL, problem)?, config, parameter);
     let combine = decode::combine(problem, device, &split, &params, (queries * call.group()).min(prefill.tile.rows()))?;
     let list = [Some(attend), combine].into_iter().flatten().collect();
@@ -61,10 +50,10 @@ fn kernel_for(problem: &Attention, device: &Device) -> Option<HopperPrefill> {
     let tiles = HOPPER_PREFILL.iter().filter(|tile| tile.splits_keys && tile.serves(problem));
     let tile = tiles.min_by_key(|tile| tile.columns())?;
     let group = problem.num_q_heads / problem.num_kv_heads;
-    if problem.batch_invariant || group > LARGEST_GROUP || problem.num_kv_heads > device.sms as usize {
+    if problem.batch_invariant || group > LARGEST_PACK as usize || problem.num_kv_heads > device.sms as usize {
         return None;
     }
-    let prefill = HopperPrefill { tile, pack_gqa: group.next_power_of_two() as i64, packs_per_kv_head: 1 };
+    let prefill = HopperPrefill { tile, pack_gqa: padded_group(group as i64), packs_per_kv_head: 1 };
     let (rows, seqs) = (problem.num_rows as i64, (problem.max_seqs as i64).max(1));
     let capacity = match problem.keys.storage {
         KeyStorage::Contiguous { total } => total as i64 / seqs,
@@ -77,52 +66,16 @@ fn kernel_for(problem: &Attention, device: &Device) -> Option<HopperPrefill> {
     // `max_seqlen_q` may be any number.
     let hint = problem.queries.longest.min(problem.num_rows) as i64;
     let longest = if hint > 0 { hint } else { queries };
-    let saves_tiles = saves_tiles(longest, group as i64, tile.rows());
+    // Prefill packs a power of two of the heads, or it pads tiles as this kernel does but leaves the keys of a tile whole.
+    let saves_tiles = !group.is_power_of_two() && longest.saturating_mul(prefill.pack_gqa) <= tile.rows();
     // Prefill computes the empty half of a tile too. The average does not count: 60 x 1 and 4 x 230 queries over 4096 keys take
     // 538 us here, 416 in the fused kernel (32/8 heads, H100).
     let has_half_tiles = hint > 0 && 2 * hint * prefill.pack_gqa <= tile.rows();
     let fits = device.has_tensor_maps
         && tile.shared_bytes <= device.shared_memory
-        && supports_tma(problem.q.dtype, problem.q.data, &query_axes(&prefill, problem))
+        && supports_tma(problem.q.dtype, problem.q.data, &prefill.query_axes(problem))
         && (prefill.loads_kv_by_tma(problem) || loads_kv_by_cp_async(problem));
     ((is_unbalanced_otherwise || saves_tiles || has_half_tiles) && has_many_keys && fits).then_some(prefill)
-}
-
-/// Whether a sequence of so many queries, with `group` query heads per KV head, has fewer tiles here than in prefill, which
-/// packs a power of two of heads, and whose tiles have `tile_rows` rows as well.
-fn saves_tiles(queries: i64, group: i64, tile_rows: i64) -> bool {
-    let pack = group & -group;
-    let unsplit = queries.saturating_mul(pack).max(tile_rows).saturating_mul(group / pack);
-    let padded = queries.saturating_mul(group.unsigned_abs().next_power_of_two() as i64).max(tile_rows);
-    pack < group && padded.saturating_mul(100 + TILES_SAVED_PERCENT) <= unsplit.saturating_mul(100)
-}
-
-/// Axes of q as `[atom column, token, KV head, head of the KV head, column]`, the innermost first. A box is a tile's rows.
-fn query_axes(prefill: &HopperPrefill, problem: &Attention) -> [Axis; 5] {
-    let (tile, q) = (prefill.tile, &problem.q);
-    let [element, atom_columns] = prefill.column_axes(problem, problem.head_dim, tile.atom_row(q.dtype.size()));
-    let (kv_heads, num_rows) = (problem.num_kv_heads as i64, problem.num_rows as i64);
-    let group = problem.num_q_heads as i64 / kv_heads;
-    [
-        element,
-        axis(group, q.stride(1), prefill.pack_gqa),
-        axis(kv_heads, group * q.stride(1), 1),
-        axis(num_rows, q.stride(0), tile.rows() / prefill.pack_gqa),
-        atom_columns,
-    ]
-}
-
-/// The inputs of the kernel's parameter, which is encoded at the launch.
-pub(super) struct SplitKvParameter<'c>(pub(super) PrefillParameter<'c>);
-
-impl SplitKvParameter<'_> {
-    pub(super) fn params(&self) -> Result<HopperSplitKvParams> {
-        let PrefillParameter { prefill, problem, attention, .. } = &self.0;
-        let q = TensorMap::new(problem.q.dtype, problem.q.data, &query_axes(prefill, problem), L2Promotion::Bytes256)?;
-        let mut padded = self.0.params_with(q, None)?;
-        padded.attention.clears_padding_rows = 0;
-        Ok(HopperSplitKvParams { prefill: padded, unpadded: *attention })
-    }
 }
 
 #[cfg(test)]
@@ -167,7 +120,7 @@ mod tests {
             few_queries(1, 5, [32, 8]),
             few_queries(4, 32, [32, 8]),
             few_queries(16, 32, [32, 8]),
-            // Many tiles, but prefill would have seven times as many, or three.
+            // Many tiles, but prefill would have seven times as many, or leave the keys of as many whole.
             few_queries(64, 16, [28, 4]),
             few_queries(64, 8, [48, 4]),
             // Prefill's tiles would be half empty.
@@ -175,7 +128,7 @@ mod tests {
         ] {
             assert_eq!(first_kernel(&problem), split);
             let odd = Attention { head_dim: 72, value_dim: 104, ..problem };
-            assert_eq!(first_kernel(&odd), split);
+            assert_eq!(first_kernel(&odd), split.replace("paged", "contiguous"));
         }
         let contiguous = Attention { keys: ragged().keys, k: ragged().k, v: ragged().v, ..few_queries(2, 5, [12, 2]) };
         assert_eq!(first_kernel(&contiguous), "hopper_split_kv_bf16_128_split_kv_contiguous_none");
@@ -204,9 +157,7 @@ mod tests {
         assert_eq!(first_kernel(&few), "hopper_split_kv_bf16_128_split_kv_paged_none");
         assert_eq!(grids(&few), [[72, 1, 1]]);
         assert!(!first_kernel(&Attention { keys: keys(64), ..few }).starts_with("hopper_split_kv"));
-        // Several tiles of a sequence pay if prefill has more.
         let several = |problem| first_kernel(&Attention { workspace: None, keys: keys(32), ..problem });
-        assert!(several(few_queries(64, 32, [28, 4])).starts_with("hopper_split_kv"));
         assert!(!several(few_queries(8, 64, [32, 8])).starts_with("hopper_split_kv"));
     }
 
@@ -222,6 +173,7 @@ mod tests {
             few_queries(16, 64, [32, 8]),
             few_queries(16, 300, [32, 8]),
             few_queries(16, 128, [28, 4]),
+            few_queries(64, 32, [28, 4]),
             Attention { queries: Queries { longest: 500, ..long.queries }, ..long },
             Attention { queries: Queries { longest: i64::MAX as usize, ..long.queries }, ..long },
             few_queries(1, 2000, [4, 1]),

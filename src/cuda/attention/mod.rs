@@ -25,7 +25,6 @@ use crate::problem::kv_cache_update::KvCacheUpdate;
 use crate::stream::Stream;
 use fused::FusedParameter;
 use hopper::PrefillParameter;
-use hopper_split_kv::SplitKvParameter;
 use std::ffi::c_void;
 use tiles::AttentionTile;
 
@@ -107,7 +106,6 @@ enum Parameter<'c> {
     Attention(AttentionParams),
     Prefill(PrefillParameter<'c>),
     Fused(Box<FusedParameter<'c>>),
-    SplitKv(Box<SplitKvParameter<'c>>),
 }
 
 impl kernel_launch::Parameter for Parameter<'_> {
@@ -116,7 +114,6 @@ impl kernel_launch::Parameter for Parameter<'_> {
             Self::Attention(params) => params.pass(enqueue),
             Self::Prefill(of) => of.params()?.pass(enqueue),
             Self::Fused(of) => of.params()?.pass(enqueue),
-            Self::SplitKv(of) => of.params()?.pass(enqueue),
         }
     }
 }
@@ -281,10 +278,6 @@ pub(super) mod tests {
         match parameter {
             Parameter::Attention(params) => (params.min_queries, params.max_queries),
             Parameter::Prefill(PrefillParameter { attention, .. }) => (attention.min_queries, attention.max_queries),
-            Parameter::SplitKv(of) => {
-                let PrefillParameter { attention, .. } = &of.0;
-                (attention.min_queries, attention.max_queries)
-            }
             Parameter::Fused(of) => {
                 let FusedParameter { prefill, decode } = &**of;
                 assert_eq!(decode.max_queries + 1, prefill.attention.min_queries);

@@ -11,10 +11,12 @@ pub struct PageDivisor {
     pub shift: i32,
 }
 
-/// The parameter of `hopper_prefill`, `hopper_prefill_fp8` and `hopper_prefill_f32`, which uses no tensor maps.
+/// The parameter of `hopper_prefill`, `hopper_prefill_fp8`, `hopper_split_kv` and `hopper_prefill_f32`, which uses no tensor
+/// maps.
 ///
-/// Query heads are packed as in the portable kernels (`PackGQA`), but by a power of two, `attention.group`: a KV head
-/// whose number of query heads is not a power of two has several packs. `attention.num_kv_heads` is the number of packs.
+/// Query heads are packed as in the portable kernels (`PackGQA`), but by a power of two, `attention.group`. A KV head whose
+/// number of query heads is not a power of two has several packs, or one with *padding heads*, whose rows are computed and
+/// not stored. `attention.num_kv_heads` is the number of packs.
 ///
 /// An atom column is the columns that a row of a swizzle atom holds; a row group is the 8 rows of an atom. Where D or Dv
 /// is smaller than the tile's (`clips_columns`), a box is one atom column of one head, so that TMA fills the columns past D
@@ -23,7 +25,8 @@ pub struct PageDivisor {
 #[repr(C)]
 pub struct HopperPrefillParams {
     pub attention: AttentionParams,
-    /// `[atom column, token, head, column]`, in boxes of a tile's rows. Clipped `[1, token, head, column]`.
+    /// `[atom column, token, pack, head of the pack, column]`, in boxes of a tile's rows. Clipped `[1, token, pack, head of the
+    /// pack, column]`. The heads of a pack end before its padding heads.
     pub q: TensorMap,
     /// Contiguous `[1, head, atom column, token, column]`, in boxes of a block of keys. Paged `[page, row group, atom column
     /// of all heads, token of the row group, column]`, in boxes of `box_row_groups` row groups. Clipped
@@ -47,24 +50,14 @@ pub struct HopperPrefillParams {
     pub v_head_atom_columns: i32,
     /// log2 of `attention.group`.
     pub group_log2: i32,
+    /// Query heads of a pack, without padding heads.
+    pub group_heads: i32,
     /// Whether `out` is valid: a warp's 16 rows are stored by TMA.
     pub stores_by_tma: i32,
     /// Whether boxes are of one atom column each, clipped at D and Dv.
     pub clips_columns: i32,
     /// For rows that are loaded one by one.
     pub page_divisor: PageDivisor,
-}
-
-/// The parameter of `hopper_split_kv`.
-#[derive(Clone, Copy)]
-#[repr(C)]
-pub struct HopperSplitKvParams {
-    /// `attention.group` is the next power of two: padding heads follow the query heads of each KV head. `q` is `[atom
-    /// column, token, KV head, head of the KV head, column]`, in boxes of a tile's rows; `out` is not used. It clears no padding
-    /// rows.
-    pub prefill: HopperPrefillParams,
-    /// The same without padding heads.
-    pub unpadded: AttentionParams,
 }
 
 /// The parameter of `hopper_fused`.

@@ -46,7 +46,6 @@ kernel_params!(
     hopper_bwd::HopperBackwardParams,
     hopper_bwd::HopperWideBackwardParams,
     hopper_prefill::HopperFusedParams,
-    hopper_prefill::HopperSplitKvParams,
     hopper_prefill::HopperPrefillParams,
     merge_attention_states::MergeStatesParams,
     rope_kv_cache_update::RopeParams,

@@ -242,8 +242,12 @@ fn every_head_dimension_takes_the_smallest_tile() {
         let contiguous = first_kernel(&of_dims(&ragged(), head_dim, value_dim));
         let name = contiguous.strip_prefix("hopper_prefill_bf16_").expect("the kernel takes it");
         let tile = name.strip_suffix("_contiguous_none").expect("there is no transform");
+        // Clipped pages of several atom columns are in the blocks of contiguous keys.
         let pages = first_kernel(&of_dims(&paged(16), head_dim, value_dim));
-        assert_eq!(pages, format!("hopper_prefill_bf16_{tile}_paged_none"));
+        let dims = if head_dim == value_dim { head_dim.to_string() } else { format!("{head_dim}x{value_dim}") };
+        let is_clipped = tile != "64" && tile != dims;
+        let storage = if is_clipped { "contiguous" } else { "paged" };
+        assert_eq!(pages, format!("hopper_prefill_bf16_{tile}_{storage}_none"));
         tile
     };
     for dim in (8..=256).step_by(8) {
@@ -269,19 +273,22 @@ fn every_head_dimension_takes_the_smallest_tile() {
 #[test]
 fn narrow_heads_are_boxes_of_one_atom_column() {
     for (head_dim, value_dim, page_size, keys) in
-        [(40, 64, 16, 16), (40, 64, 128, 128), (80, 80, 128, 8), (72, 96, 16, 8), (128, 120, 64, 8)]
+        [(40, 64, 16, 16), (40, 64, 128, 128), (80, 80, 128, 16), (72, 96, 16, 16), (128, 120, 64, 64)]
     {
         let problem = of_dims(&paged(page_size), head_dim, value_dim);
         let prefill = HopperPrefill::of(&problem, &device(true)).expect("the kernel takes it");
         assert!(prefill.loads_kv_by_tma(&problem) && prefill.clips_columns(&problem));
         assert_eq!(prefill.keys_per_box(&problem), keys, "D {head_dim}, pages of {page_size}");
+        // Several atom columns of pages are in the blocks of contiguous keys.
+        let storage = if head_dim == 40 { "_paged_" } else { "_contiguous_" };
+        assert!(first_kernel(&problem).contains(storage));
         let atom_row = prefill.tile.kv_atom_row();
         let lens = |axes: &[Axis]| axes.iter().map(|axis| (axis.len, axis.box_len)).collect::<Vec<_>>();
         let [columns, tokens, heads, ..] = prefill.key_axes(&problem, &problem.v, value_dim, keys);
         assert_eq!(lens(&[columns, tokens, heads]), [(value_dim as i64, atom_row), (8, 8), (2, 1)]);
         assert_eq!(heads.stride, 256);
-        let [columns, heads, _, atom_columns] = prefill.query_axes(&problem);
-        assert_eq!(lens(&[columns, heads, atom_columns]), [(head_dim as i64, atom_row), (12, 2), (1, 1)]);
+        let [columns, heads, packs, _, atom_columns] = prefill.query_axes(&problem);
+        assert_eq!(lens(&[columns, heads, packs, atom_columns]), [(head_dim as i64, atom_row), (2, 2), (6, 1), (1, 1)]);
     }
     // Heads need not be at multiples of an atom row.
     let mut odd_heads = of_dims(&paged(16), 80, 80);
@@ -297,7 +304,7 @@ fn a_row_of_256_columns_leaves_as_a_box_for_each_atom_column_in_fp8() {
         let q = Tensor { dtype: DType::F8E4M3FN, ..plain.q };
         let problem = Attention { q, kv_dtype: DType::F8E4M3FN, ..plain };
         let prefill = HopperPrefill::of(&problem, &device(true)).expect("the kernel takes it");
-        assert_eq!(prefill.out_axes(&problem)[3].box_len, atom_columns, "D {dim}");
+        assert_eq!(prefill.out_axes(&problem)[4].box_len, atom_columns, "D {dim}");
     }
 }
 
@@ -306,9 +313,43 @@ fn heads_are_packed_by_powers_of_two() {
     for (heads, pack_gqa, packs) in [(2, 1, 2), (8, 4, 2), (12, 2, 6), (14, 1, 14), (256, 64, 4)] {
         let plain = ragged();
         let q = Tensor { dims: &[1000, 256, 128], ..plain.q };
-        let problem = Attention { q, num_q_heads: heads, ..plain };
+        let queries = Queries { longest: 1000, ..plain.queries };
+        let problem = Attention { q, num_q_heads: heads, queries, ..plain };
         let prefill = HopperPrefill::of(&problem, &device(true)).expect("the kernel takes it");
         assert_eq!((prefill.pack_gqa, prefill.num_packs(&problem)), (pack_gqa, packs), "{heads} heads");
+    }
+}
+
+#[test]
+fn padding_heads_save_tiles_of_few_queries() {
+    // 128 rows per tile. Queries per sequence, query heads of 2 KV heads, the expected packs and heads in each.
+    for (queries, heads, expected) in [
+        (64, 14, (8, 2, 7)),
+        (90, 14, (8, 2, 7)),
+        // Seven tiles either way: fewer heads per pack compute no padding.
+        (112, 14, (1, 14, 1)),
+        (64, 10, (8, 2, 5)),
+        (96, 6, (1, 6, 1)),
+        (32, 6, (4, 2, 3)),
+        // Three packs of two heads have as many tiles.
+        (64, 12, (2, 6, 2)),
+        (16, 24, (16, 2, 12)),
+        (64, 16, (8, 2, 8)),
+    ] {
+        let problem = Attention { num_rows: 7 * queries, num_q_heads: heads, ..paged(16) };
+        let packs = |problem: &Attention| {
+            let prefill = HopperPrefill::of(problem, &device(true)).expect("the kernel takes it");
+            (prefill.pack_gqa, prefill.num_packs(problem), prefill.heads_per_pack(problem))
+        };
+        assert_eq!(packs(&problem), expected, "{queries} queries, {heads} heads");
+        let group = heads as i64 / 2;
+        let exact = group & -group;
+        let long = Attention { queries: Queries { longest: 7 * queries, ..problem.queries }, ..problem };
+        let mut capped = problem;
+        capped.score.softcap = 30.0;
+        for other in [long, capped, Attention { batch_invariant: true, ..problem }] {
+            assert_eq!(packs(&other).0, exact, "{queries} queries, {heads} heads");
+        }
     }
 }
 
