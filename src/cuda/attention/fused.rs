@@ -68,6 +68,7 @@ fn tiles(call: &Call) -> Option<(HopperPrefill, &'static AttentionTile)> {
         KeyStorage::Paged(table) if table.page_size.is_multiple_of(TOKENS_PER_LOAD as usize));
     let fits = tile.shared_bytes <= device.shared_memory && problem.num_kv_heads <= device.sms as usize;
     if problem.batch_invariant
+        || call.are_all_long()
         || !(is_built && has_enough_prefill && loads_fit && fits)
         || next_tile_address(problem).is_null()
     {
@@ -83,7 +84,7 @@ mod tests {
     use super::super::hopper::tests::{paged, ragged};
     use super::super::tests::{device, named_on};
     use super::*;
-    use crate::problem::attention::Attention;
+    use crate::problem::attention::{Attention, Queries};
     use crate::tensor::{DType, Tensor};
 
     const BYTES: [i64; 1] = [9_000_001];
@@ -97,6 +98,22 @@ mod tests {
 
     fn names(problem: &Attention) -> Vec<(&'static str, i32, i32)> {
         named_on(problem, &device(true))
+    }
+
+    #[test]
+    fn sequences_that_are_all_long_need_no_decode() {
+        let of = |rows: usize, longest: usize| {
+            let plain = with_workspace(&paged(16));
+            Attention { num_rows: rows, queries: Queries { longest, ..plain.queries }, ..plain }
+        };
+        let prefill = [("hopper_prefill_bf16_128_paged_none", 1, i32::MAX)];
+        assert_eq!(names(&of(7 * 100, 100)), prefill);
+        let fused = [("hopper_fused_bf16_128", 1, i32::MAX)];
+        for problem in [of(7 * 100 - 1, 100), of(7 * 100, 101), of(7 * 100, 0)] {
+            assert_eq!(names(&problem), fused);
+        }
+        let invariant = Attention { batch_invariant: true, ..of(7 * 100, 100) };
+        assert_eq!(names(&invariant).len(), 2);
     }
 
     #[test]

@@ -63,15 +63,15 @@ const LONG_ON_AVERAGE: i64 = 256;
 pub(super) fn launches_for_all<'c>(call: &Call<'c>) -> Result<Option<Launches<'c>>> {
     let prefill = HopperPrefill::of(call.problem, &call.device);
     let Some(prefill) = prefill.filter(|prefill| prefill.takes_all(call.problem)) else { return Ok(None) };
-    let tiles = prefill.max_tiles(call, call.seqs().min(call.rows()));
-    let params = AttentionParams { clears_padding_rows: 1, ..call.params_for(1, UNLIMITED) };
-    let list = vec![prefill.launch(call, tiles, &params)?];
-    Ok(Some(Launches { list, store_new_tokens: false }))
+    prefill.launch_for_all(call).map(Some)
 }
 
-/// Strategy: prefill for the long sequences, decode for the others.
+/// Strategy: prefill for the long sequences, decode for the others if there may be any.
 pub(super) fn launches<'c>(call: &Call<'c>) -> Result<Option<Launches<'c>>> {
     let Some(prefill) = HopperPrefill::of(call.problem, &call.device) else { return Ok(None) };
+    if call.are_all_long() && !call.problem.batch_invariant {
+        return prefill.launch_for_all(call).map(Some);
+    }
     let tiles = prefill.max_tiles(call, call.long_sequences());
     decode::with_prefill(call, |params| prefill.launch(call, tiles, params)).map(Some)
 }
@@ -130,6 +130,13 @@ impl HopperPrefill {
             KeyStorage::Paged(table) => (table.capacity() as i64).saturating_mul(seqs) <= 4 * rows,
         };
         !problem.batch_invariant && (rows >= LONG_ON_AVERAGE * seqs || self.tile.is_tiny()) && keys_are_few
+    }
+
+    /// One launch for sequences of any length.
+    fn launch_for_all<'c>(&self, call: &Call<'c>) -> Result<Launches<'c>> {
+        let tiles = self.max_tiles(call, call.seqs().min(call.rows()));
+        let params = AttentionParams { clears_padding_rows: 1, ..call.params_for(1, UNLIMITED) };
+        Ok(Launches { list: vec![self.launch(call, tiles, &params)?], store_new_tokens: false })
     }
 
     /// Maximum number of tiles per KV head that `sequences` sequences of the call have; a cluster's tiles count as one.

@@ -86,6 +86,12 @@ impl<'c> Call<'c> {
         self.seqs().min(self.rows() / (self.max_short_queries() + 1))
     }
 
+    /// Whether the caller says that no sequence is short: then all of them have as many queries as the longest one.
+    fn are_all_long(&self) -> bool {
+        let longest = self.problem.queries.longest as i64;
+        longest > self.max_short_queries() && longest.saturating_mul(self.seqs()) == self.rows()
+    }
+
     /// The parameter of a launch for the sequences that have `min` to `max` queries.
     fn params_for(&self, min: i64, max: i64) -> AttentionParams {
         AttentionParams { min_queries: min as i32, max_queries: max as i32, ..self.params }
