@@ -92,7 +92,7 @@ __device__ __forceinline__ void compute_dv(const HopperBackwardParams& params, c
     // Computes P, as operand A of dV and for the other warpgroup. In the first block of a tile no dV is pending.
     const auto compute_p = [&] {
       // S of the last block is complete, so K is no longer needed.
-      if (steps_left == 1 && lane == 0) pipeline.held_empty(tile_count).arrive();
+      if (!Shape::kStreamsHeld && steps_left == 1 && lane == 0) pipeline.held_empty(tile_count).arrive();
       const PipelineState<2> step_state(step);
       pipeline.lses_full(step_state).wait();
       const RowStatPairs lses(pipeline.lses(step_state.stage));
@@ -155,10 +155,18 @@ __device__ __forceinline__ void compute_dv(const HopperBackwardParams& params, c
         for (int i = 0; i < 4; ++i) p[k][i] = ptx::mov_volatile(next_p[k][i]);
       }
     };
-    pipeline.held_full(tile_count).wait();
-    held.load(pipeline.held());
+    if constexpr (Shape::kStreamsHeld) {
+      held.load_streamed(read_state, streamed_full, streamed);
+    } else {
+      pipeline.held_full(tile_count).wait();
+      held.load(pipeline.held());
+    }
     start_s();
     ptx::wgmma_wait_group<0>();
+    if constexpr (Shape::kStreamsHeld) {
+      release_atom_columns<Shape::kAtomColumns>(release_state, streamed_empty);
+      release_unread<Shape::kValueAtomColumns>(value_read_state, streamed_values_full, streamed_values_empty);
+    }
     release_atom_columns<Shape::kAtomColumns>(release_state, streamed_empty);
     compute_p();
 #pragma unroll 1
@@ -225,7 +233,7 @@ __device__ __forceinline__ void compute_dk(const HopperBackwardParams& params, c
     // Computes dS from dP. In the first block of a tile no dK is pending.
     const auto compute_ds = [&] {
       // dP of the last block is complete, so V is no longer needed.
-      if (steps_left == 1 && lane == 0) pipeline.held_values_empty(tile_count).arrive();
+      if (!Shape::kStreamsHeld && steps_left == 1 && lane == 0) pipeline.held_values_empty(tile_count).arrive();
       const PipelineState<2> step_state(step);
       pipeline.deltas_full(step_state).wait();
       const RowStatPairs deltas(pipeline.deltas(step_state.stage));
@@ -261,10 +269,18 @@ __device__ __forceinline__ void compute_dk(const HopperBackwardParams& params, c
         for (int i = 0; i < 4; ++i) ds[k][i] = ptx::mov_volatile(next_ds[k][i]);
       }
     };
-    pipeline.held_values_full(tile_count).wait();
-    held.load(pipeline.held_values());
+    if constexpr (Shape::kStreamsHeld) {
+      held.load_streamed(value_read_state, streamed_values_full, streamed_values);
+    } else {
+      pipeline.held_values_full(tile_count).wait();
+      held.load(pipeline.held_values());
+    }
     start_dp();
     ptx::wgmma_wait_group<0>();
+    if constexpr (Shape::kStreamsHeld) {
+      release_atom_columns<Shape::kValueAtomColumns>(value_release_state, streamed_values_empty);
+      release_unread<Shape::kAtomColumns>(read_state, streamed_full, streamed_empty);
+    }
     release_atom_columns<Shape::kValueAtomColumns>(value_release_state, streamed_values_empty);
     compute_ds();
 #pragma unroll 1

@@ -95,8 +95,9 @@ __device__ __forceinline__ void load_wide_tiles(const HopperWideBackwardParams& 
                      typename WidePipeline<Shape>::StreamedState>
       write_state;
   int32_t step = 0;
-  // Loads a block of streamed rows, one ring stage per atom column.
-  const auto load_block = [&](const TensorMap& map, int32_t head, const RaggedRows& rows, int32_t first) {
+  // Loads a block of rows through the ring, one stage with `bytes` bytes per atom column.
+  const auto load_block = [&](const TensorMap& map, int32_t bytes, int32_t head, const RaggedRows& rows,
+                              int32_t first) {
 #pragma unroll 1
     for (int atom_column = 0; atom_column < kAtomColumns; ++atom_column, write_state.advance()) {
       Barrier full, empty;
@@ -112,7 +113,7 @@ __device__ __forceinline__ void load_wide_tiles(const HopperWideBackwardParams& 
       }
       empty.producer_wait();
       if (is_leader) {
-        full.arrive_expect_tx(Shape::kAtomColumnBytes);
+        full.arrive_expect_tx(bytes);
         ptx::tma_load(to, map, full.address, atom_column * 64, head, rows.base + first, rows.end, RaggedRows::kEnd);
       }
       __syncwarp();
@@ -142,17 +143,22 @@ __device__ __forceinline__ void load_wide_tiles(const HopperWideBackwardParams& 
     const RaggedRows queries(tile.first_query, tile.num_queries), keys(tile.first_key, tile.num_keys);
     const int32_t num_queries = tile.num_queries, first_query = tile.first_query, num_blocks = tile.num_blocks;
     const int32_t first_block = tile.first_block, sequence = tile.sequence;
-    const Barrier held_empty = kLoadsValues ? pipeline.held_values_empty(tile_count) : pipeline.held_empty(tile_count);
-    held_empty.producer_wait();
-    if (is_leader) {
-      const Barrier full = kLoadsValues ? pipeline.held_values_full(tile_count) : pipeline.held_full(tile_count);
-      const uint32_t to = kLoadsValues ? pipeline.held_values() : pipeline.held();
-      if constexpr (Shape::kComputesDkDv) {
-        load_held<Shape, kAtomColumns>(to, kLoadsValues ? params.v : params.k, full, held_head, keys,
-                                       held_block * Shape::kKeys);
-      } else {
-        load_held<Shape, kAtomColumns>(to, kLoadsValues ? wide_params.dout : wide_params.q, full, held_head, queries,
-                                       held_block * Shape::kQueries);
+    if constexpr (Shape::kStreamsHeld) {
+      load_block(kLoadsValues ? params.v : params.k, Shape::kHeldAtomColumnBytes, held_head, keys,
+                 held_block * Shape::kKeys);
+    } else {
+      const Barrier empty = kLoadsValues ? pipeline.held_values_empty(tile_count) : pipeline.held_empty(tile_count);
+      empty.producer_wait();
+      if (is_leader) {
+        const Barrier full = kLoadsValues ? pipeline.held_values_full(tile_count) : pipeline.held_full(tile_count);
+        const uint32_t to = kLoadsValues ? pipeline.held_values() : pipeline.held();
+        if constexpr (Shape::kComputesDkDv) {
+          load_held<Shape, kAtomColumns>(to, kLoadsValues ? params.v : params.k, full, held_head, keys,
+                                         held_block * Shape::kKeys);
+        } else {
+          load_held<Shape, kAtomColumns>(to, kLoadsValues ? wide_params.dout : wide_params.q, full, held_head, queries,
+                                         held_block * Shape::kQueries);
+        }
       }
     }
     __syncwarp();
@@ -178,14 +184,15 @@ __device__ __forceinline__ void load_wide_tiles(const HopperWideBackwardParams& 
           load_row_stats<Shape>(kLoadsValues ? pipeline.deltas(step_state.stage) : pipeline.lses(step_state.stage),
                                 stats + block * Shape::kQueries, slope, full.address,
                                 num_queries - block * Shape::kQueries);
-          load_block(kLoadsValues ? params.dout : params.q, head, queries, block * Shape::kQueries);
+          load_block(kLoadsValues ? params.dout : params.q, Shape::kAtomColumnBytes, head, queries, block * Shape::kQueries);
         }
       }
     } else {
       const int32_t kv_head = forward.group == 1 ? held_head : held_head / forward.group;
 #pragma unroll 1
       for (int32_t block = first_block; block < first_block + num_blocks; ++block) {
-        load_block(kLoadsValues ? wide_params.v : wide_params.k, kv_head, keys, block * Shape::kKeys);
+        load_block(kLoadsValues ? wide_params.v : wide_params.k, Shape::kAtomColumnBytes, kv_head, keys,
+                   block * Shape::kKeys);
       }
     }
   }

@@ -36,6 +36,16 @@ __device__ __forceinline__ void release_atom_columns(State& state, const EmptyOf
   }
 }
 
+/// Releases a block that this warp does not read. A stage can be released once it is full: before that, the release
+/// would count for its previous block.
+template <int kAtomColumns, typename State, typename FullOf, typename EmptyOf>
+__device__ __forceinline__ void release_unread(State& state, const FullOf& full_of, const EmptyOf& empty_of) {
+  wait_for_atom_columns<kAtomColumns>(state, full_of);
+  // A lane that is still waiting could miss the phase.
+  __syncwarp();
+  release_atom_columns<kAtomColumns>(state, empty_of);
+}
+
 /// The 64 held rows of a warpgroup as operand A of wgmma. The first kSteps steps of 16 columns are in registers, as
 /// many as there is room for: a wgmma of 64 columns with both operands in shared memory uses all of its bandwidth, and
 /// other accesses wait.
@@ -47,13 +57,24 @@ struct HeldRows {
 
   __device__ __forceinline__ void load(uint32_t from) {
     using Atom = typename Shape::Atom;
+    constexpr int kAtomColumnBytes = Shape::kStreamsHeld ? Shape::kAtomColumnBytes : Shape::kHeldAtomColumnBytes;
     rows = from;
     const int32_t row = threadIdx.x % 128 / 32 * 16 + threadIdx.x % 16, half = threadIdx.x % 32 / 16;
     const uint32_t own = from + Atom::offset(row, half);
 #pragma unroll
     for (int k = 0; k < kSteps; ++k) {
-      xa::ptx::ldmatrix_x4(fragments[k], (own + k / 4 * Shape::kHeldAtomColumnBytes) ^ (k % 4 << 5));
+      xa::ptx::ldmatrix_x4(fragments[k], (own + k / 4 * kAtomColumnBytes) ^ (k % 4 << 5));
     }
+  }
+  /// Loads them from the block of the ring at `state`, which advances to the next block. It may be released when the
+  /// first product that reads them is complete.
+  template <typename State, typename FullOf, typename AtomColumnOf>
+  __device__ __forceinline__ void load_streamed(State& state, const FullOf& full_of,
+                                                const AtomColumnOf& atom_column_of) {
+    wait_for_atom_columns<kAtomColumns>(state, full_of);
+    load(atom_column_of(state));
+#pragma unroll
+    for (int atom_column = 0; atom_column < kAtomColumns; ++atom_column) state.advance();
   }
 };
 

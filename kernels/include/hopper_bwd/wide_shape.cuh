@@ -1,8 +1,9 @@
 // Tile shape, shared memory and pipeline of the backward kernels of sm_90a past 128 columns.
 //
-// Operands are atom columns of 64 columns (hopper/swizzle_atom.cuh). A tile's *held* rows stay in shared memory;
-// *streamed* rows go through a ring whose stages are atom columns of kStepRows rows, each with its pair of mbarriers. A
-// stage is refilled as soon as its last reader has released it, and a ring need not hold whole blocks.
+// Operands are atom columns of 64 columns (hopper/swizzle_atom.cuh). A tile's *held* rows stay in shared memory, or in
+// registers if all of them fit there; *streamed* rows go through a ring whose stages are atom columns of kStepRows
+// rows, each with its pair of mbarriers. A stage is refilled as soon as its last reader has released it, and a ring
+// need not hold whole blocks.
 #pragma once
 
 #include <cstdint>
@@ -26,12 +27,14 @@ struct WideShape : tiles::HopperBwdWide<Gradient, HeadDim, LogitsTransform> {
   static constexpr int kQueries = kComputesDkDv ? Config::kStepRows : 128,
                        kKeys = kComputesDkDv ? 64 : Config::kStepRows;
   /// Steps of 16 columns of K and V that the compute warpgroups of dK and dV keep in registers as operand A.
-  static constexpr int kHeldSteps = !kComputesDkDv ? 0 : kHeadDim == 256 ? 6 : 8;
+  static constexpr int kHeldSteps = !kComputesDkDv ? 0 : kHeadDim == 256 ? 6 : Config::kValueDim == 192 ? 12 : 8;
+  /// All of K and V is in registers, and comes there through the rings, which are longer for it.
+  static constexpr bool kStreamsHeld = 16 * kHeldSteps == Config::kDim && Config::kValueDim == Config::kDim;
   /// kOverlapsDq: dQ of a key block runs while P of the next block is computed. kReleasesEarly: a block of dO or Q is
   /// released when half of the next block's P or dS is computed, rather than all of it. Both are measured
   /// (docs/dev/lab_notebook.md).
   static constexpr bool kOverlapsDq = Config::kValueDim <= 128;
-  static constexpr bool kReleasesEarly = Config::kValueDim <= 128;
+  static constexpr bool kReleasesEarly = Config::kValueDim <= 192;
   /// No CTA adds to the results of another one.
   static constexpr bool kAccumulatesDq = false;
   /// Two compute warpgroups and one of producer warps.
@@ -43,8 +46,11 @@ struct WideShape : tiles::HopperBwdWide<Gradient, HeadDim, LogitsTransform> {
   static constexpr int kHeldRows = kComputesDkDv ? kKeys : kQueries;
   static constexpr int kHeldAtomColumnBytes = kHeldRows * Atom::kRowBytes,
                        kAtomColumnBytes = Config::kStepRows * Atom::kRowBytes;
-  static constexpr int kHeldBytes = kAtomColumns * kHeldAtomColumnBytes,
-                       kHeldValueBytes = kValueAtomColumns * kHeldAtomColumnBytes;
+  static constexpr int kHeldBytes = kStreamsHeld ? 0 : kAtomColumns * kHeldAtomColumnBytes,
+                       kHeldValueBytes = kStreamsHeld ? 0 : kValueAtomColumns * kHeldAtomColumnBytes;
+  /// The atom columns of K or V are adjacent in their ring.
+  static_assert(!kStreamsHeld || (kHeldAtomColumnBytes <= kAtomColumnBytes && Config::kRing % kAtomColumns == 0 &&
+                                  Config::kValueRing % kValueAtomColumns == 0));
   /// P of a block in f16, in the register layout of the accumulators, from the first warpgroup for the second one.
   static constexpr int kPBytes = kComputesDkDv ? kKeys * kQueries * 2 : 0;
   /// lse or delta of a query block, which a warp copies in rounds of 32, and the ALiBi slope of their head.
