@@ -281,6 +281,53 @@ fn calls_without_a_mask_agree_with_the_reference() {
     }
 }
 
+/// Causal calls that Hopper computes in clusters of two CTAs: the first tile of a pair ends before the second one, or has no keys.
+#[test]
+fn causal_calls_in_clusters_agree_with_the_reference() {
+    if skips_slow_test() {
+        return;
+    }
+    let bare = MemoryLayout::contiguous().bare();
+    // Rows of K and V of no sequence make the keys four times as many as the rows.
+    let spacious = MemoryLayout { spare_pages: 4096, ..bare.clone() };
+    let mut seed = 0;
+    for (head_dim, value_dim) in [(192, 192), (256, 256), (200, 136)] {
+        for (lengths, heads, layout) in [
+            (&[(128, 700); 3][..], (8, 2), &bare),
+            // 128 on average.
+            (&[(130, 900), (1, 70), (253, 1100)], (4, 1), &bare),
+            (&[(512, 512), (512, 200)], (2, 1), &spacious),
+        ] {
+            seed += 1;
+            let spec = BatchSpec {
+                dtypes: [Dtypes::same(BF16), Dtypes::same(F16), Dtypes::wide(BF16, BF16)][seed as usize % 3],
+                heads,
+                head_dim,
+                value_dim: Some(value_dim),
+                lengths: lengths.to_vec(),
+                mask: Mask::CAUSAL,
+                leftpad: seed % 4 == 1,
+                sinks: seed % 3 == 1,
+                seed,
+                ..BatchSpec::default()
+            };
+            let memory_layout = MemoryLayout {
+                seqused_k: seed % 4 == 3,
+                workspace: [None, Some(9_000_001)][seed as usize % 2],
+                seed,
+                ..layout.clone()
+            };
+            let mut case = AttentionCase::flash(&spec.batch(), &memory_layout);
+            if seed % 4 == 0 {
+                case.disorder(false, seed);
+                case.compare_with_reference(InvalidMetadata::Clamped);
+            } else {
+                assert_named_matches_reference(&format!("causal clusters {seed}"), &mut case);
+            }
+        }
+    }
+}
+
 /// Long and short sequences in pages that the fused kernel takes.
 #[test]
 fn fused_prefill_and_decode_agrees_with_the_reference() {
@@ -439,21 +486,27 @@ mod on_their_own_gpu {
     fn long_sequences_without_a_mask_take_clusters() {
         let Some(gpu) = Gpu::with_tuned_kernels_or_skip() else { return };
         let log = log();
+        let sms = Gpu::sms();
         for (dtype, name) in [(BF16, "bf16"), (F16, "f16")] {
             for head_dim in [192, 256] {
-                let spec = BatchSpec {
-                    dtypes: dtype.into(),
-                    head_dim,
-                    heads: (Gpu::sms().div_ceil(4), 1),
-                    lengths: vec![(1024, 700)],
-                    mask: Mask::FULL,
-                    ..BatchSpec::default()
-                };
-                AttentionCase::flash(&spec.batch(), &MemoryLayout::contiguous().bare())
-                    .invocation()
-                    .run_on_gpu(&gpu, BufferPadding::Redzones, 0)
-                    .unwrap();
-                assert_logged(log, &format!("hopper_prefill_{name}_{head_dim}_cluster_contiguous_none with"));
+                // Causal calls of many more keys than queries take them too.
+                for (mask, heads, lengths) in
+                    [(Mask::FULL, sms.div_ceil(4), (1024, 700)), (Mask::CAUSAL, sms / 2 + 1, (256, 1100))]
+                {
+                    let spec = BatchSpec {
+                        dtypes: dtype.into(),
+                        head_dim,
+                        heads: (heads, 1),
+                        lengths: vec![lengths],
+                        mask,
+                        ..BatchSpec::default()
+                    };
+                    AttentionCase::flash(&spec.batch(), &MemoryLayout::contiguous().bare())
+                        .invocation()
+                        .run_on_gpu(&gpu, BufferPadding::Redzones, 0)
+                        .unwrap();
+                    assert_logged(log, &format!("hopper_prefill_{name}_{head_dim}_cluster_contiguous_none with"));
+                }
             }
         }
     }

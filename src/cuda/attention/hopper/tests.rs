@@ -175,15 +175,18 @@ fn short_sequences_among_long_ones_take_prefill() {
     }
 }
 
+/// A call of sequences with as many keys as queries, without a mask.
+fn of_equal_lengths(head_dim: usize, rows: usize, seqs: usize) -> Attention<'static> {
+    let storage = KeyStorage::Contiguous { total: rows };
+    let plain = of_dims(&ragged(), head_dim, head_dim);
+    let mut problem = Attention { num_rows: rows, max_seqs: seqs, keys: Keys { storage, ..plain.keys }, ..plain };
+    problem.score.window_right = -1;
+    problem
+}
+
 #[test]
 fn calls_without_a_mask_run_in_clusters() {
-    let of = |head_dim: usize, rows: usize, seqs: usize| {
-        let storage = KeyStorage::Contiguous { total: rows };
-        let plain = of_dims(&ragged(), head_dim, head_dim);
-        let mut problem = Attention { num_rows: rows, max_seqs: seqs, keys: Keys { storage, ..plain.keys }, ..plain };
-        problem.score.window_right = -1;
-        problem
-    };
+    let of = of_equal_lengths;
     let name = |problem: &Attention| first_kernel(problem).to_owned();
     // Two query heads are packed.
     for (head_dim, bucket) in [(136, "192"), (192, "192"), (200, "256"), (256, "256")] {
@@ -212,6 +215,39 @@ fn calls_without_a_mask_run_in_clusters() {
     // Six packs of 32 pairs of tiles.
     let clusters = (device(true).sms / 2).min(6 * 32);
     assert_eq!((launch.config.grid, launch.attributes.cluster), ([clusters, 2, 1], 2));
+}
+
+#[test]
+fn long_causal_calls_run_in_clusters() {
+    let of = |head_dim: usize, rows: usize, keys: usize, seqs: usize| {
+        let storage = KeyStorage::Contiguous { total: keys };
+        let plain = of_equal_lengths(head_dim, rows, seqs);
+        let mut problem = Attention { keys: Keys { storage, ..plain.keys }, ..plain };
+        problem.score.window_right = 0;
+        problem
+    };
+    let name = |problem: &Attention| first_kernel(problem).to_owned();
+    let clusters = "hopper_prefill_bf16_256_cluster_contiguous_none";
+    let general = "hopper_prefill_bf16_256_contiguous_none";
+    // 12 query heads, of which two are packed.
+    for (rows, keys, seqs) in [(4096, 4096, 1), (2 * 2048, 2 * 2048, 2), (4 * 1024, 4 * 2048, 4), (512, 2048, 4)] {
+        assert_eq!(name(&of(256, rows, keys, seqs)), clusters, "{seqs} sequences of {rows} rows");
+    }
+    // Few pairs of tiles; few keys; an odd number of tiles.
+    for (rows, keys, seqs) in [(3968, 3968, 1), (8 * 1024, 8 * 1024, 8), (4096 + 64, 4096 + 64, 1), (64, 2048, 1)] {
+        assert_eq!(name(&of(256, rows, keys, seqs)), general, "{seqs} sequences of {rows} rows");
+    }
+    let long = of(256, 4096, 4096, 1);
+    let [mut windowed, mut ahead, mut top_left] = [long; 3];
+    windowed.score.window_left = 1000;
+    ahead.score.window_right = 5;
+    top_left.score.top_left = true;
+    for other in [windowed, ahead, top_left, Attention { batch_invariant: true, ..long }] {
+        assert_eq!(name(&other), general);
+    }
+    // At D 192 with many more keys than rows only.
+    assert_eq!(name(&of(192, 4096, 3 * 4096, 1)), "hopper_prefill_bf16_192_contiguous_none");
+    assert_eq!(name(&of(192, 4096, 4 * 4096, 1)), "hopper_prefill_bf16_192_cluster_contiguous_none");
 }
 
 #[test]

@@ -8,9 +8,21 @@ use crate::tensor::DType;
 /// The longest sequence, where it is known, has at most this many times the rows that a tile for short sequences takes on average.
 const LONGEST_TO_MEAN: i64 = 4;
 
-/// Packed query rows that sequences have on average in the calls that are computed in clusters, at least. Shorter ones have not
-/// been measured.
+/// Packed query rows that sequences have on average in the calls without a mask that are computed in clusters, at least. Shorter
+/// ones have not been measured.
 const CLUSTER_ROWS: i64 = 1024;
+
+/// Causal calls with this many times as many keys as rows are computed in clusters: all tiles of a sequence have most of their
+/// keys in common.
+const CAUSAL_CLUSTER_KEYS_TO_ROWS: i64 = 4;
+
+/// Keys that sequences have on average in the other causal calls that are computed in clusters, at least. The first tile of a pair
+/// visits the blocks of the second one too, which costs more than a cluster gains where they are few.
+const CAUSAL_CLUSTER_KEYS: i64 = 2048;
+
+/// Pairs of tiles in those calls, at least: about three for each cluster. Pairs end later than single tiles, and with two for each
+/// cluster this costs more than is gained.
+const CAUSAL_CLUSTER_PAIRS: i64 = 192;
 
 impl HopperPrefillTile {
     /// Packed query rows per work tile.
@@ -67,20 +79,30 @@ impl HopperPrefillTile {
         self.max_full_rows == 0 && self.max_causal_rows == 0 && !self.is_for_clusters()
     }
 
-    /// Whether clusters are for a call that packs `pack_gqa` query heads: without a mask, where all tiles of a sequence have the
-    /// same keys, and with sequences of one length, which have an even number of tiles. The lengths are known on the device only,
-    /// but others have hardly ever a multiple of a cluster's rows on average. Where the last tile of a sequence is alone, one of
-    /// the cluster's CTAs computes nothing for the time of a tile. Blocks may have another number of keys than the general
-    /// tile's.
+    /// Whether clusters are for a call that packs `pack_gqa` query heads: with contiguous keys, and with sequences of one length,
+    /// which have an even number of tiles. The lengths are known on the device only, but others have hardly ever a multiple of a
+    /// cluster's rows on average. Where the last tile of a sequence is alone, one of the cluster's CTAs computes nothing for the
+    /// time of a tile. Blocks may have another number of keys than the general tile's.
     fn takes_clusters(&self, problem: &Attention, pack_gqa: i64) -> bool {
         let (rows, seqs) = (problem.num_rows as i64, (problem.max_seqs as i64).max(1));
         let (packed, longest) = (rows / seqs * pack_gqa, problem.queries.longest as i64);
-        let is_even = rows % seqs == 0
-            && packed % (i64::from(self.ctas_per_cluster()) * self.rows()) == 0
-            && (longest == 0 || longest * seqs == rows);
-        let is_masked = problem.score.window_left >= 0 || problem.score.window_right >= 0;
-        let is_contiguous = matches!(problem.keys.storage, KeyStorage::Contiguous { .. });
-        is_even && packed >= CLUSTER_ROWS && is_contiguous && !is_masked && !problem.batch_invariant
+        let cluster_rows = i64::from(self.ctas_per_cluster()) * self.rows();
+        let is_even =
+            rows % seqs == 0 && packed % cluster_rows == 0 && (longest == 0 || longest.saturating_mul(seqs) == rows);
+        let KeyStorage::Contiguous { total } = problem.keys.storage else { return false };
+        let is_long = match (problem.score.window_left < 0, problem.score.window_right) {
+            // All tiles of a sequence have the same keys.
+            (true, i64::MIN..0) => packed >= CLUSTER_ROWS,
+            (true, 0) if problem.score.top_left => false,
+            // At D 192, blocks of 96 keys cost as much as clusters gain where tiles end at different keys.
+            (true, 0) => {
+                let pairs = rows * problem.num_q_heads as i64 / cluster_rows;
+                total as i64 >= CAUSAL_CLUSTER_KEYS_TO_ROWS * rows
+                    || self.dim > 192 && total as i64 / seqs >= CAUSAL_CLUSTER_KEYS && pairs >= CAUSAL_CLUSTER_PAIRS
+            }
+            _ => false,
+        };
+        is_even && is_long && !problem.batch_invariant
     }
 
     /// Whether the tile is for a call that packs `pack_gqa` query heads. Tiles for short sequences have fewer rows, so they
