@@ -24,7 +24,8 @@ class Transposer {
   static constexpr int kChunks = From::kAtomColumns * Atom::kChunks / Shape::kTransposeWarps;  // of this warp
   static constexpr int kKeySteps = Shape::kKeys / 32, kMatrices = kChunks * kKeySteps;
   /// Loads in flight: a store waits for its load, so one at a time would take longer than the products at D 256.
-  static constexpr int kBatch = 4;
+  static constexpr int kInFlight = 4;
+  static_assert(kInFlight <= kMatrices);
 
  public:
   __device__ __forceinline__ Transposer(const Pipeline<Shape>& pipeline, int32_t warp)
@@ -67,33 +68,31 @@ class Transposer {
     clear_tile_rows<Atom, From, Shape::kKeys, kChunks>(from, first_chunk_, first, end);
     __syncwarp();
   }
-  /// Transposes this warp's chunks, kBatch times 32 keys of a chunk at once.
+  /// Transposes this warp's chunks, 32 keys of a chunk at a time. As soon as one is stored, another one is loaded.
   __device__ __forceinline__ void transpose_chunks(uint32_t from, uint32_t to) const {
-    static_assert(kMatrices % kBatch == 0);
+    // Two columns of two keys each, from four matrices of 8 keys.
+    uint32_t pairs[kInFlight][4];
+    const auto load = [&](int i) {
+      const int chunk = first_chunk_ + i / kKeySteps, row_group = i % kKeySteps * 4;
+      const uint32_t column = from + from_ + chunk / Atom::kChunks * From::kLeadingByteOffset +
+                              (chunk % Atom::kChunks * 16 ^ from_swizzle_);
+      xa::ptx::ldmatrix_x4_trans(pairs[i % kInFlight], column + row_group * From::kStrideByteOffset);
+    };
 #pragma unroll
-    for (int first = 0; first < kMatrices; first += kBatch) {
-      // Two columns of two keys each, from four matrices of 8 keys.
-      uint32_t pairs[kBatch][4];
+    for (int i = 0; i < kInFlight; ++i) load(i);
 #pragma unroll
-      for (int i = 0; i < kBatch; ++i) {
-        const int chunk = first_chunk_ + (first + i) / kKeySteps, row_group = (first + i) % kKeySteps * 4;
-        const uint32_t column = from + from_ + chunk / Atom::kChunks * From::kLeadingByteOffset +
-                                (chunk % Atom::kChunks * 16 ^ from_swizzle_);
-        xa::ptx::ldmatrix_x4_trans(pairs[i], column + row_group * From::kStrideByteOffset);
+    for (int i = 0; i < kMatrices; ++i) {
+      const int chunk = i / kKeySteps, keys = i % kKeySteps * 32;
+      // One column of four keys each.
+      uint32_t quads[4];
+#pragma unroll
+      for (int j = 0; j < 4; ++j) {
+        quads[j] = __byte_perm(pairs[i % kInFlight][j / 2 * 2], pairs[i % kInFlight][j / 2 * 2 + 1], selectors_[j % 2]);
       }
-#pragma unroll
-      for (int i = 0; i < kBatch; ++i) {
-        const int chunk = (first + i) / kKeySteps, keys = (first + i) % kKeySteps * 32;
-        // One column of four keys each.
-        uint32_t quads[4];
-#pragma unroll
-        for (int j = 0; j < 4; ++j) {
-          quads[j] = __byte_perm(pairs[i][j / 2 * 2], pairs[i][j / 2 * 2 + 1], selectors_[j % 2]);
-        }
-        ptx::stmatrix_x4(to + to_ + chunk * 16 * ToAtom::kRowBytes + keys / 128 * To::kLeadingByteOffset +
-                             (keys % 128 ^ to_swizzle_),
-                         quads);
-      }
+      ptx::stmatrix_x4(
+          to + to_ + chunk * 16 * ToAtom::kRowBytes + keys / 128 * To::kLeadingByteOffset + (keys % 128 ^ to_swizzle_),
+          quads);
+      if (i + kInFlight < kMatrices) load(i + kInFlight);
     }
   }
 
