@@ -215,8 +215,8 @@ __device__ __forceinline__ void clear_all_padding_rows(const AttentionParams& pa
   }
 }
 
-/// Sets out to 0 and lse to -inf in this CTA's part of the padding rows of `num_heads` query heads. This is CTA `cta` of
-/// `num_ctas`.
+/// Sets out to 0 and lse to -inf in this CTA's part of the padding rows of `num_heads` query heads. This is CTA `cta`
+/// of `num_ctas`.
 template <typename T, int kThreads>
 __device__ __forceinline__ void clear_padding_rows(const AttentionParams& params, int32_t num_heads, bool ascends,
                                                    const LiveRows& live, int32_t cta, int32_t num_ctas) {

@@ -84,8 +84,8 @@ struct PrefillShape : Config {
   static constexpr int kQueryBytes = kQueryAtomColumns * kQueryAtomColumnBytes;
 
   /// A block of K or V. Contiguous keys: [atom column][key], one TMA box. Paged keys: [row group of 8 keys][atom
-  /// column][key], so that the row groups of a page are one TMA box, wherever that page is. Boxes that clip columns have
-  /// one atom column each, so kernels for contiguous keys load such pages (kTakesClippedPages).
+  /// column][key], so that the row groups of a page are one TMA box, wherever that page is. Boxes that clip columns
+  /// have one atom column each, so kernels for contiguous keys load such pages (kTakesClippedPages).
   template <int kColumns>
   struct Block {
     static constexpr int kAtomColumns = kColumns / Atom::kColumns;

@@ -184,7 +184,8 @@ __device__ __forceinline__ void load_wide_tiles(const HopperWideBackwardParams& 
           load_row_stats<Shape>(kLoadsValues ? pipeline.deltas(step_state.stage) : pipeline.lses(step_state.stage),
                                 stats + block * Shape::kQueries, slope, full.address,
                                 num_queries - block * Shape::kQueries);
-          load_block(kLoadsValues ? params.dout : params.q, Shape::kAtomColumnBytes, head, queries, block * Shape::kQueries);
+          load_block(kLoadsValues ? params.dout : params.q, Shape::kAtomColumnBytes, head, queries,
+                     block * Shape::kQueries);
         }
       }
     } else {
