@@ -21,6 +21,10 @@ const MAX_SLOTS: i64 = CLUSTER_DECODE_SLOTS as i64;
 /// 131.6, 2 x 128k 253.7 instead of 252.2 (H200).
 const MOST_KEYS: i64 = 1 << 20;
 
+/// `MOST_KEYS` of calls that the variant `plain` is not compiled for. Over 8 KV heads and 1 x 128k, 12 and 16 packed rows take 147 and
+/// 162 us, 20 with split-KV 133 (H200; H100 184, 186 and 192); over 1 x 32k they take 46, and 45 (H100 51, and 58).
+const MOST_KEYS_OF_ANY: i64 = 1 << 19;
+
 /// A CTA that has parts of several tiles merges its warps several times, which pays only for tiles of this many keys: 12 x 2k takes
 /// 32.3 us instead of 39.8 over 8 KV heads and 16 x 2k 40.0 instead of 41.6, but 16 x 512 15.6 instead of 11.8.
 const LONG_TILE_KEYS: i64 = 2048;
@@ -162,7 +166,7 @@ fn tile_and_clusters(call: &Call) -> Option<(&'static ClusterDecodeTile, Cluster
     let size = largest.min(chunks);
     // By sequences per CTA.
     let most_keys = if seqs <= size {
-        MOST_KEYS
+        if is_plain(call, tile) { MOST_KEYS } else { MOST_KEYS_OF_ANY }
     } else if seqs <= 2 * size && keys >= LONG_TILE_KEYS {
         MOST_KEYS_OF_MANY
     } else {
@@ -205,13 +209,17 @@ mod tests {
     #[test]
     fn clusters_are_as_large_as_fits_the_gpu() {
         for (heads, expected) in [(7, 8), (8, 8), (12, 8), (16, 6), (32, 3)] {
-            assert_eq!(size(&over(1 << 14, heads, &problem(2, 2, 32, 128))), Some(expected), "{heads} heads");
+            assert_eq!(size(&over(1 << 13, heads, &problem(2, 2, 32, 128))), Some(expected), "{heads} heads");
         }
         // Clusters of one CTA; many keys.
         assert_eq!(size(&over(1 << 15, 64, &problem(1, 1, 32, 128))), None);
-        assert_eq!(size(&over(1 << 16, 8, &problem(2, 2, 32, 128))), Some(8));
-        assert_eq!(size(&over((1 << 16) + 1, 8, &problem(2, 2, 32, 128))), None);
-        assert_eq!(size(&over(1 << 16, 16, &problem(2, 2, 32, 128))), None);
+        assert_eq!(size(&over(1 << 15, 8, &problem(2, 2, 32, 128))), Some(8));
+        assert_eq!(size(&over((1 << 15) + 1, 8, &problem(2, 2, 32, 128))), None);
+        assert_eq!(size(&over(1 << 15, 16, &problem(2, 2, 32, 128))), None);
+        // Twice as many in plain calls, here of 16384 keys.
+        let plain = |heads| Attention { num_kv_heads: heads, num_q_heads: 4 * heads, ..paged(256, 2, 1) };
+        assert_eq!(size(&plain(32)), Some(3));
+        assert_eq!(size(&plain(33)), None);
         // More sequences than CTAs: neither few nor many keys, and no more than twice as many.
         for (seqs, keys, expected) in
             [(9, 2047, None), (9, 2048, Some(8)), (16, 2048, Some(8)), (16, 2049, None), (17, 2048, None)]
