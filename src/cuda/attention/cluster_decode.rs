@@ -3,7 +3,7 @@
 
 use super::decode::{ROWS_PER_WARP, is_mostly_short, max_decode_tiles};
 use super::tiles::transforms_logits;
-use super::{Call, Launch, Launches, Parameter, UNLIMITED, max_tiles};
+use super::{Call, Launch, Launches, Parameter, UNLIMITED, longest_or_mean_queries, max_tiles};
 use crate::cuda::enqueue::{LaunchAttributes, LaunchConfig};
 use crate::cuda::params::attention::{AttentionParams, KvSource};
 use crate::cuda::params::cluster_decode::{CLUSTER_DECODE_SLOTS, LARGEST_CLUSTER};
@@ -100,16 +100,12 @@ fn is_plain(call: &Call, tile: &ClusterDecodeTile) -> bool {
         && params.v_scale.values.is_null()
         && params.value_factor.to_bits() == 1.0_f32.to_bits()
         && params.widens_out == 0;
-    let longest = match call.problem.queries.longest as i64 {
-        0 => (call.rows() + call.seqs() - 1) / call.seqs(),
-        longest => longest,
-    };
     let tiles = max_tiles(call.rows() * call.group(), PLAIN_ROWS, call.rows().min(call.seqs()));
     has_plain_cache
         && has_plain_mask
         && has_plain_rows
         && !transforms_logits(call.problem)
-        && longest.saturating_mul(call.group()) <= PLAIN_ROWS
+        && longest_or_mean_queries(call.problem).saturating_mul(call.group()) <= PLAIN_ROWS
         && chunks_of(call, tile, tiles) + i64::from(LARGEST_CLUSTER) <= MOST_CHUNKS
 }
 

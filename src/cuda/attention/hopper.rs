@@ -7,7 +7,7 @@ mod tiles;
 
 use super::split::room;
 use super::tiles::transforms_logits;
-use super::{Call, Launch, Launches, Parameter, UNLIMITED, decode, max_tiles};
+use super::{Call, Launch, Launches, Parameter, UNLIMITED, decode, longest_or_mean_queries, max_tiles};
 use crate::cuda::device::Device;
 use crate::cuda::enqueue::{LaunchAttributes, LaunchConfig};
 use crate::cuda::kernel_launch::NEXT_TILE_BYTES;
@@ -103,12 +103,7 @@ impl HopperPrefill {
     /// whose sequences have all as many queries as the longest one, or as the average one if the caller does not say. 7 query heads of
     /// 64 queries are 7 half-empty tiles, or 4 full ones with the rows of an eighth head.
     fn is_better_padded(&self, problem: &Attention) -> bool {
-        let (rows, seqs) = (problem.num_rows as i64, (problem.max_seqs as i64).max(1));
-        // The caller's number may be any.
-        let longest = match problem.queries.longest.min(problem.num_rows) as i64 {
-            0 => (rows + seqs - 1) / seqs,
-            longest => longest,
-        };
+        let longest = longest_or_mean_queries(problem);
         let tile_rows = self.tile.rows();
         let tiles = |pack: i64| (longest.saturating_mul(pack) + tile_rows - 1) / tile_rows;
         let padded = padded_group(self.pack_gqa * self.packs_per_kv_head);

@@ -3,7 +3,7 @@
 use super::decode;
 use super::hopper::{HopperPrefill, LARGEST_PACK, PrefillParameter, loads_kv_by_cp_async, padded_group};
 use super::split::{KvSplit, WorkUnit};
-use super::{Call, Launch, Launches, Parameter, UNLIMITED, max_tiles};
+use super::{Call, Launch, Launches, Parameter, UNLIMITED, longest_or_mean_queries, max_tiles};
 use crate::cuda::device::Device;
 use crate::cuda::enqueue::LaunchConfig;
 use crate::cuda::params::attention::AttentionParams;
@@ -63,14 +63,12 @@ fn kernel_for(problem: &Attention, device: &Device) -> Option<HopperPrefill> {
     let is_unbalanced_otherwise = 10 * tiles <= WAVE_TENTHS * i64::from(device.sms);
     let queries = (rows + seqs - 1) / seqs;
     let has_many_keys = capacity >= KEYS_PER_QUERY * queries;
-    // `max_seqlen_q` may be any number.
-    let hint = problem.queries.longest.min(problem.num_rows) as i64;
-    let longest = if hint > 0 { hint } else { queries };
+    let longest = longest_or_mean_queries(problem);
     // Prefill packs a power of two of the heads, or it pads tiles as this kernel does but leaves the keys of a tile whole.
     let saves_tiles = !group.is_power_of_two() && longest.saturating_mul(prefill.pack_gqa) <= tile.rows();
     // Prefill computes the empty half of a tile too. The average does not count: 60 x 1 and 4 x 230 queries over 4096 keys take
     // 538 us here, 416 in the fused kernel (32/8 heads, H100).
-    let has_half_tiles = hint > 0 && 2 * hint * prefill.pack_gqa <= tile.rows();
+    let has_half_tiles = problem.queries.longest > 0 && 2 * longest * prefill.pack_gqa <= tile.rows();
     let fits = device.has_tensor_maps
         && tile.shared_bytes <= device.shared_memory
         && supports_tma(problem.q.dtype, problem.q.data, &prefill.query_axes(problem))

@@ -98,6 +98,15 @@ impl<'c> Call<'c> {
     }
 }
 
+/// The most queries of a sequence, or the average number, rounded up, if the caller does not say.
+fn longest_or_mean_queries(problem: &Attention) -> i64 {
+    // The caller's number may be any.
+    match problem.queries.longest.min(problem.num_rows) {
+        0 => problem.num_rows.div_ceil(problem.max_seqs.max(1)) as i64,
+        longest => longest as i64,
+    }
+}
+
 /// More queries than any sequence has.
 const UNLIMITED: i64 = i32::MAX as i64;
 
