@@ -231,6 +231,24 @@ fn batches_of_many_fp8_tiles_agree_with_the_reference() {
     }
 }
 
+/// A call over packed keys, with leftpad, sinks, `seqused_k`, a workspace or starts out of order by `seed`.
+fn assert_cluster_call_matches(seed: u64, spec: BatchSpec, layout: &MemoryLayout) {
+    let spec = BatchSpec { leftpad: seed % 4 == 1, sinks: seed % 3 == 1, seed, ..spec };
+    let memory_layout = MemoryLayout {
+        seqused_k: seed % 4 == 3,
+        workspace: [None, Some(9_000_001)][seed as usize % 2],
+        seed,
+        ..layout.clone()
+    };
+    let mut case = AttentionCase::flash(&spec.batch(), &memory_layout);
+    if seed.is_multiple_of(4) {
+        case.disorder(false, seed);
+        case.compare_with_reference(InvalidMetadata::Clamped);
+    } else {
+        assert_named_matches_reference(&format!("clusters {seed}, {:?}", spec.mask), &mut case);
+    }
+}
+
 /// Calls without a mask that Hopper computes in clusters of two CTAs: sequences of one length, whose tiles are all in pairs; and
 /// others, where one of a cluster's CTAs has few rows or none, and sequences with few keys, one block, or none.
 #[test]
@@ -259,24 +277,9 @@ fn calls_without_a_mask_agree_with_the_reference() {
                 value_dim: Some(value_dim),
                 lengths: lengths.to_vec(),
                 mask: Mask::FULL,
-                leftpad: seed % 4 == 1,
-                sinks: seed % 3 == 1,
-                seed,
                 ..BatchSpec::default()
             };
-            let memory_layout = MemoryLayout {
-                seqused_k: seed % 4 == 3,
-                workspace: [None, Some(9_000_001)][seed as usize % 2],
-                seed,
-                ..layout.clone()
-            };
-            let mut case = AttentionCase::flash(&spec.batch(), &memory_layout);
-            if seed % 4 == 0 {
-                case.disorder(false, seed);
-                case.compare_with_reference(InvalidMetadata::Clamped);
-            } else {
-                assert_named_matches_reference(&format!("clusters {seed}"), &mut case);
-            }
+            assert_cluster_call_matches(seed, spec, layout);
         }
     }
 }
@@ -306,24 +309,9 @@ fn causal_calls_in_clusters_agree_with_the_reference() {
                 value_dim: Some(value_dim),
                 lengths: lengths.to_vec(),
                 mask: Mask::CAUSAL,
-                leftpad: seed % 4 == 1,
-                sinks: seed % 3 == 1,
-                seed,
                 ..BatchSpec::default()
             };
-            let memory_layout = MemoryLayout {
-                seqused_k: seed % 4 == 3,
-                workspace: [None, Some(9_000_001)][seed as usize % 2],
-                seed,
-                ..layout.clone()
-            };
-            let mut case = AttentionCase::flash(&spec.batch(), &memory_layout);
-            if seed % 4 == 0 {
-                case.disorder(false, seed);
-                case.compare_with_reference(InvalidMetadata::Clamped);
-            } else {
-                assert_named_matches_reference(&format!("causal clusters {seed}"), &mut case);
-            }
+            assert_cluster_call_matches(seed, spec, layout);
         }
     }
 }

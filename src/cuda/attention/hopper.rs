@@ -423,6 +423,6 @@ fn step(count: usize, stride: i64) -> i64 {
 }
 
 /// An axis. The stride of one with a single entry may be anything, but TMA needs a valid one.
-pub(super) fn axis(len: i64, stride: i64, box_len: i64) -> Axis {
+fn axis(len: i64, stride: i64, box_len: i64) -> Axis {
     Axis { len, stride: if len > 1 { stride } else { 128 }, box_len }
 }

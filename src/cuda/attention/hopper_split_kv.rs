@@ -155,8 +155,8 @@ mod tests {
         assert_eq!(first_kernel(&few), "hopper_split_kv_bf16_128_split_kv_paged_none");
         assert_eq!(grids(&few), [[72, 1, 1]]);
         assert!(!first_kernel(&Attention { keys: keys(64), ..few }).starts_with("hopper_split_kv"));
-        let several = |problem| first_kernel(&Attention { workspace: None, keys: keys(32), ..problem });
-        assert!(!several(few_queries(8, 64, [32, 8])).starts_with("hopper_split_kv"));
+        let several_tiles = Attention { workspace: None, keys: keys(32), ..few_queries(8, 64, [32, 8]) };
+        assert!(!first_kernel(&several_tiles).starts_with("hopper_split_kv"));
     }
 
     #[test]
