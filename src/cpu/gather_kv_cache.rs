@@ -3,7 +3,7 @@
 use super::element::{Element, LoadElement};
 use super::element_fp8::{E4m3, E5m2};
 use super::fp8_decoding::Fp8ToBf16Table;
-use super::simd::{CacheLevel, Isa, Simd, SimdKernel, prefetch_row};
+use super::simd::{Isa, Simd, SimdKernel, prefetch_row};
 use crate::error::Result;
 use crate::pool::{Pool, parallel_for};
 use crate::problem::gather_kv_cache::{GatherKvCache, GatheredRows};
@@ -265,7 +265,7 @@ impl GatherRuns<'_> {
         let Some(run) = self.runs.get(i + PREFETCH_DISTANCE).filter(|_| self.prefetches) else { return };
         let (size, row) = (self.cache_dtype.size(), self.result.heads().iter().product::<usize>());
         let from = self.result.cache.data.wrapping_offset(run.offsets[self.index] * size as isize);
-        prefetch_row(CacheLevel::L2, from, run.tokens * row * size);
+        prefetch_row(from, run.tokens * row * size);
     }
 
     /// Whether aligned vectors of the result are stored with non-temporal stores.

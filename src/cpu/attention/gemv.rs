@@ -13,7 +13,7 @@ use super::kv_loader::KvLoader;
 use super::prefetcher::Prefetcher;
 use super::score::{KeyPositions, MaskAndBias};
 use super::softmax::softmax;
-use crate::cpu::simd::{CacheLevel, MAX_LANES, Simd};
+use crate::cpu::simd::{MAX_LANES, Simd};
 use std::marker::PhantomData;
 
 /// The kernel for [`super::plan::QueryLayout::HeadDimInLanes`] of ROWS rows, at most LANES / 2, with K and V loaded by
@@ -24,14 +24,12 @@ impl<S: Simd, L: KvLoader<S>, const ROWS: usize> BlockKernel<S> for GemvKernel<L
     /// The keys of E steps.
     const PADDING: usize = S::LANES / ROWS * S::ELEMENTS_PER_LANE;
 
-    /// Two blocks, the one that is read and the one that is prefetched, fit into the L1 cache. The L2 cache then has no
-    /// other misses than those of the prefetches, which are in the order of the memory, so that the CPU's prefetchers
-    /// run ahead of them.
-    fn block_size(heads: usize, row_bytes: usize) -> BlockSize {
-        const BLOCK_BYTES: usize = 16 << 10;
+    /// Two blocks, the one that is read and the one that is prefetched, take little of the L2 cache. With that, the more
+    /// keys the better: o is loaded, rescaled and stored once per block and head.
+    fn block_size(_: usize, row_bytes: usize) -> BlockSize {
+        const BLOCK_BYTES: usize = 64 << 10;
         let padding = <Self as BlockKernel<S>>::PADDING;
-        let keys = (BLOCK_BYTES / (heads * row_bytes) / padding * padding).clamp(padding, BLOCK);
-        BlockSize { keys, heads: (BLOCK_BYTES / (keys * row_bytes)).clamp(1, heads) }
+        BlockSize { keys: (BLOCK_BYTES / row_bytes / padding * padding).clamp(padding, BLOCK), heads: 1 }
     }
 
     #[inline(always)]
@@ -100,7 +98,7 @@ unsafe fn scores<S: Simd, L: KvLoader<S>, const ROWS: usize>(
     // to `whole`, then what is left of the row.
     unsafe {
         for i in (0..by_two).step_by(2 * vector) {
-            prefetcher.prefetch_in_chunk(CacheLevel::L1, 2 * keys * vector * L::BYTES);
+            prefetcher.prefetch_in_pieces(2 * keys * vector * L::BYTES);
             for (key, row) in k[..keys].iter().enumerate() {
                 let [x, y] = loader.load_2(simd, row.add(i * L::BYTES));
                 add_products::<S, ROWS>(simd, x, key, queries(i), &mut sums);
@@ -108,7 +106,7 @@ unsafe fn scores<S: Simd, L: KvLoader<S>, const ROWS: usize>(
             }
         }
         for i in (by_two..whole).step_by(vector) {
-            prefetcher.prefetch_in_chunk(CacheLevel::L1, keys * vector * L::BYTES);
+            prefetcher.prefetch_in_pieces(keys * vector * L::BYTES);
             for (key, row) in k[..keys].iter().enumerate() {
                 let x = loader.load(simd, row.add(i * L::BYTES), vector);
                 add_products::<S, ROWS>(simd, x, key, queries(i), &mut sums);
@@ -216,7 +214,7 @@ unsafe fn value_columns<S: Simd, L: KvLoader<S>, const ROWS: usize, const NV: us
             let key = pair * S::ELEMENTS_PER_LANE;
             let at = |key: usize| block_step.rows.v(key).wrapping_add(i * L::BYTES);
             let v_rows = (at(key), at(key + S::ELEMENTS_PER_LANE - 1));
-            prefetcher.prefetch_in_chunk(CacheLevel::L1, NV * S::LANES * S::ELEMENTS_PER_LANE * L::BYTES);
+            prefetcher.prefetch_in_pieces(NV * S::LANES * S::ELEMENTS_PER_LANE * L::BYTES);
             let mut x = [simd.splat(0.0); NV];
             for v in (0..NV).step_by(if NV.is_multiple_of(4) { 4 } else { 1 }) {
                 let at = v * S::LANES * L::BYTES;

@@ -1,7 +1,7 @@
 //! Software prefetch of the next block's K and V rows.
 
 use super::block_rows::{BlockRows, KvTensors};
-use crate::cpu::simd::{CACHE_LINE, CacheLevel, prefetch_row};
+use crate::cpu::simd::{CACHE_LINE, prefetch_row};
 use std::ops::Range;
 
 /// Prefetches the next block while the current one is computed, a few cache lines at a time and in memory order (key by
@@ -67,22 +67,30 @@ impl<'a> Prefetcher<'a> {
         (self.block.len * bytes_per_key).div_ceil(calls).next_multiple_of(CACHE_LINE)
     }
 
-    /// Prefetch the next `bytes` into the L2 cache.
+    /// Prefetch the next `bytes` into the L2 cache, whatever the chunks.
     pub(super) fn prefetch(&mut self, bytes: usize) {
         let mut left = bytes;
         while left > 0 {
             let in_chunk = left.min(self.end as usize - self.at as usize);
-            self.prefetch_in_chunk(CacheLevel::L2, in_chunk);
+            self.prefetch_in_chunk(in_chunk);
             left -= in_chunk;
         }
     }
 
-    /// Prefetch the next `bytes` of the current chunk; what goes beyond its end is not carried over to the next chunk.
-    /// This compiles to a few scalar instructions without a call, so that a loop around it keeps its vectors in
-    /// registers.
+    /// Prefetch the next `bytes`, a constant, into the L2 cache, in pieces that most chunks are a multiple of. This
+    /// compiles to a few scalar instructions without a call, so that a loop around it keeps its vectors in registers.
     #[inline(always)]
-    pub(super) fn prefetch_in_chunk(&mut self, level: CacheLevel, bytes: usize) {
-        prefetch_row(level, self.at, bytes);
+    pub(super) fn prefetch_in_pieces(&mut self, bytes: usize) {
+        const PIECE: usize = 256;
+        for _ in 0..bytes.div_ceil(PIECE) {
+            self.prefetch_in_chunk(bytes.min(PIECE));
+        }
+    }
+
+    /// Prefetch the next `bytes` of the current chunk; what goes beyond its end is not carried over to the next chunk.
+    #[inline(always)]
+    fn prefetch_in_chunk(&mut self, bytes: usize) {
+        prefetch_row(self.at, bytes);
         self.at = self.at.wrapping_add(bytes);
         if self.at >= self.end {
             self.chunk += 1;

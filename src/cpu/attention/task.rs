@@ -14,7 +14,7 @@ use super::score::LogitsTransform;
 use super::softmax_state::{RowElements, SoftmaxState};
 use crate::cpu::aligned::AlignedBuffer;
 use crate::cpu::element_rows::{narrow_row, widen_row};
-use crate::cpu::simd::{CacheLevel, MAX_LANES, Simd, SimdKernel, prefetch_row};
+use crate::cpu::simd::{MAX_LANES, Simd, SimdKernel, prefetch_row};
 use crate::error::Result;
 use crate::problem::MAX_HEAD_DIM;
 use crate::problem::attention::Attention;
@@ -174,7 +174,7 @@ impl RunFwdJob<'_> {
                 for row in 0..rows {
                     // Rows of one head may be far apart in memory, and packing a row takes less time than fetching one.
                     let ahead = row_at((row + PREFETCHED_QUERIES).min(rows - 1));
-                    prefetch_row(CacheLevel::L2, ahead, d * query.dtype.size());
+                    prefetch_row(ahead, d * query.dtype.size());
                     let from = row_at(row);
                     widen_row(simd, query.dtype, from, widened.as_mut_ptr(), d);
                     if S::ELEMENTS_PER_LANE == 2 {
@@ -253,13 +253,19 @@ impl RunFwdJob<'_> {
         let [block, next] = &mut blocks;
         let (mut block, mut next) = (block, next);
         let size = K::block_size(tile.heads.len(), kv.k.len + kv.v.len);
-        let block_at = |first: usize| first.min(keys.end)..(first + size.keys).min(keys.end);
+        // A thread that takes a whole tile goes on to the next split: its first block is prefetched during the last one of
+        // this split.
+        let whole_tile = matches!(self.job, FwdJob::Task(FwdTask::Tile { .. }));
+        let block_at = |first: usize| {
+            let end = if whole_tile && first >= keys.end { tile.keys.end } else { keys.end };
+            first.min(end)..(first + size.keys).min(end)
+        };
         let heads_at = |first: usize| first..(first + size.heads).min(tile.heads.end);
         // SAFETY: at most BLOCK keys of the sequence; their page ids are a view of the problem.
         unsafe { block.locate(kv, sequence, block_at(keys.start), K::PADDING) };
-        while block.len > 0 {
+        while block.len > 0 && block.first < keys.end {
             // SAFETY: the next keys, at most BLOCK and also of the sequence.
-            unsafe { next.locate(kv, sequence, block_at(block.first + size.keys), K::PADDING) };
+            unsafe { next.locate(kv, sequence, block_at(block.first + block.len), K::PADDING) };
             for first_head in tile.heads.clone().step_by(size.heads) {
                 let heads = heads_at(first_head);
                 let mut prefetcher = if heads.end < tile.heads.end {

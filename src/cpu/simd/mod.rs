@@ -454,28 +454,18 @@ impl fmt::Debug for Isa {
     }
 }
 
-/// A cache of a core.
-#[derive(Clone, Copy)]
-pub(crate) enum CacheLevel {
-    L1,
-    L2,
-}
-
-/// Prefetch all cache lines of a row. Its addresses need not be readable.
+/// Prefetch all cache lines of a row into the L2 cache. Its addresses need not be readable.
 #[inline(always)]
-pub(crate) fn prefetch_row(level: CacheLevel, row: *const u8, bytes: usize) {
+pub(crate) fn prefetch_row(row: *const u8, bytes: usize) {
     for byte in (0..bytes).step_by(CACHE_LINE) {
         let address = row.wrapping_add(byte);
         #[cfg(target_arch = "x86_64")]
         // SAFETY: prefetch is part of the x86-64 baseline, and it does not fault at any address.
         unsafe {
-            use std::arch::x86_64::{_MM_HINT_T0, _MM_HINT_T1, _mm_prefetch};
-            match level {
-                CacheLevel::L1 => _mm_prefetch::<_MM_HINT_T0>(address.cast()),
-                CacheLevel::L2 => _mm_prefetch::<_MM_HINT_T1>(address.cast()),
-            }
+            use std::arch::x86_64::{_MM_HINT_T1, _mm_prefetch};
+            _mm_prefetch::<_MM_HINT_T1>(address.cast());
         }
         #[cfg(not(target_arch = "x86_64"))]
-        let _ = (level, address);
+        let _ = address;
     }
 }
