@@ -216,13 +216,13 @@ unsafe fn value_columns<S: Simd, L: KvLoader<S>, const ROWS: usize, const NV: us
             let v_rows = (at(key), at(key + S::ELEMENTS_PER_LANE - 1));
             prefetcher.prefetch_in_pieces(NV * S::LANES * S::ELEMENTS_PER_LANE * L::BYTES);
             let mut x = [simd.splat(0.0); NV];
-            for v in (0..NV).step_by(if NV.is_multiple_of(4) { 4 } else { 1 }) {
+            for v in (0..NV).step_by(NV.min(4)) {
                 let at = v * S::LANES * L::BYTES;
                 let v_rows = (v_rows.0.wrapping_add(at), v_rows.1.wrapping_add(at));
-                if NV.is_multiple_of(4) {
-                    x[v..v + 4].copy_from_slice(&loader.load_interleaved_4(simd, v_rows));
-                } else {
-                    x[v] = loader.load_interleaved(simd, v_rows, width);
+                match NV {
+                    1 => x[v] = loader.load_interleaved(simd, v_rows, width),
+                    2 => x[v..v + 2].copy_from_slice(&loader.load_interleaved_2(simd, v_rows)),
+                    _ => x[v..v + 4].copy_from_slice(&loader.load_interleaved_4(simd, v_rows)),
                 }
             }
             for (row, sums) in sums.iter_mut().enumerate() {

@@ -35,19 +35,30 @@ pub(in crate::cpu) trait KvLoader<S: Simd>: Copy {
         // SAFETY: the first n and the second n of the 2 * n elements that the caller says are readable.
         unsafe { [self.load(simd, row, n), self.load(simd, row.add(n * Self::BYTES), n)] }
     }
+    /// The next two vectors of columns.
+    ///
+    /// # Safety
+    /// 2 * LANES columns are readable in E rows.
+    #[inline(always)]
+    unsafe fn load_interleaved_2(self, simd: S, rows: (*const u8, *const u8)) -> [S::V; 2] {
+        let at = S::LANES * Self::BYTES;
+        let second = (rows.0.wrapping_add(at), rows.1.wrapping_add(at));
+        // SAFETY: the first and the second LANES of the 2 * LANES columns that the caller says are readable.
+        unsafe { [self.load_interleaved(simd, rows, S::LANES), self.load_interleaved(simd, second, S::LANES)] }
+    }
     /// The next four vectors of columns.
     ///
     /// # Safety
     /// 4 * LANES columns are readable in E rows.
     #[inline(always)]
     unsafe fn load_interleaved_4(self, simd: S, rows: (*const u8, *const u8)) -> [S::V; 4] {
-        let mut columns = [simd.splat(0.0); 4];
-        for (i, columns) in columns.iter_mut().enumerate() {
-            let at = i * S::LANES * Self::BYTES;
-            // SAFETY: the i-th LANES of the 4 * LANES columns that the caller says are readable.
-            *columns = unsafe { self.load_interleaved(simd, (rows.0.add(at), rows.1.wrapping_add(at)), S::LANES) };
+        let at = 2 * S::LANES * Self::BYTES;
+        let second = (rows.0.wrapping_add(at), rows.1.wrapping_add(at));
+        // SAFETY: the first and the second half of the 4 * LANES columns that the caller says are readable.
+        unsafe {
+            let ([a, b], [c, d]) = (self.load_interleaved_2(simd, rows), self.load_interleaved_2(simd, second));
+            [a, b, c, d]
         }
-        columns
     }
 }
 
@@ -128,6 +139,11 @@ impl<S: Simd> KvLoader<S> for Bf16Pairs {
     unsafe fn load_interleaved(self, simd: S, rows: (*const u8, *const u8), left: usize) -> S::V {
         // SAFETY: no more than the `left` columns that the caller says are readable in both rows.
         unsafe { simd.interleave_bf16(rows.0.cast(), rows.1.cast(), left.min(S::LANES)) }
+    }
+    #[inline(always)]
+    unsafe fn load_interleaved_2(self, simd: S, rows: (*const u8, *const u8)) -> [S::V; 2] {
+        // SAFETY: E is 2 here, so the caller guarantees 2 * LANES readable columns in both rows.
+        unsafe { simd.interleave_bf16_2(rows.0.cast(), rows.1.cast()) }
     }
 }
 

@@ -94,6 +94,20 @@ const fn doubling_indices(interleave: bool) -> [u8; 64] {
 static DOUBLE: [u8; 64] = doubling_indices(false);
 static DOUBLE_AND_INTERLEAVE: [u8; 64] = doubling_indices(true);
 
+/// Permutation of two vectors of bf16 that takes an element of each in turn, from element `from` of both on.
+const fn alternating_indices(from: u16) -> [u16; 32] {
+    let mut indices = [0; 32];
+    let mut i = 0;
+    while i < 32 {
+        // Indices from 32 on are elements of the second vector.
+        indices[i] = from + i as u16 / 2 + i as u16 % 2 * 32;
+        i += 1;
+    }
+    indices
+}
+static ALTERNATE_LOW: [u16; 32] = alternating_indices(0);
+static ALTERNATE_HIGH: [u16; 32] = alternating_indices(16);
+
 impl<const BF16: bool> Simd for Avx512<BF16> {
     const LANES: usize = 16;
     const ELEMENTS_PER_LANE: usize = if BF16 { 2 } else { 1 };
@@ -222,6 +236,19 @@ impl<const BF16: bool> Simd for Avx512<BF16> {
         unsafe {
             let (first, second) = (load_16_bf16(first, n), load_16_bf16(second, n));
             _mm512_castsi512_ps(_mm512_or_si512(first, _mm512_slli_epi32::<16>(second)))
+        }
+    }
+    #[inline(always)]
+    unsafe fn interleave_bf16_2(self, first: *const u16, second: *const u16) -> [__m512; 2] {
+        // SAFETY: `self` proves the features, and the caller guarantees 32 readable elements in both rows.
+        unsafe {
+            let (first, second) = (_mm512_loadu_si512(first.cast()), _mm512_loadu_si512(second.cast()));
+            let low = _mm512_loadu_si512(ALTERNATE_LOW.as_ptr().cast());
+            let high = _mm512_loadu_si512(ALTERNATE_HIGH.as_ptr().cast());
+            [
+                _mm512_castsi512_ps(_mm512_permutex2var_epi16(first, low, second)),
+                _mm512_castsi512_ps(_mm512_permutex2var_epi16(first, high, second)),
+            ]
         }
     }
     #[inline(always)]

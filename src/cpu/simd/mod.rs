@@ -184,6 +184,17 @@ pub(crate) trait Simd: Copy {
         };
         from_lanes(self, [0.0; MAX_LANES], |_, i| pack_pair(element(first, i), element(second, i)))
     }
+    /// Two vectors of `interleave_bf16`.
+    /// # Safety
+    /// Both rows have 2 * LANES readable elements; any alignment.
+    #[inline(always)]
+    unsafe fn interleave_bf16_2(self, first: *const u16, second: *const u16) -> [Self::V; 2] {
+        [0, 1].map(|i| {
+            let at = i * Self::LANES;
+            // SAFETY: LANES of the 2 * LANES elements that the caller guarantees in both rows, from `at` on.
+            unsafe { self.interleave_bf16(first.add(at), second.add(at), Self::LANES) }
+        })
+    }
     /// The table in the form that `load_fp8_pairs` and `interleave_fp8` take.
     fn fp8_table(self, table: &'static Fp8ToBf16Table) -> Self::Fp8Table;
     /// The first `n` elements of a row of 8-bit floats, at most 2 * LANES, as bf16, two per lane, then zeros.

@@ -140,6 +140,10 @@ impl SimdKernel for Pairs {
             let found = elements(unsafe { simd.interleave_bf16(row.as_ptr().cast(), second.as_ptr().cast(), n) });
             assert_eq!(found, (0..lanes).flat_map(|i| [at(&row, i, n), at(&second, i, n)]).collect::<Vec<_>>());
         }
+        // SAFETY: both rows have 2 * LANES elements.
+        let found = unsafe { simd.interleave_bf16_2(row.as_ptr().cast(), second.as_ptr().cast()) };
+        let interleaved: Vec<f32> = (0..2 * lanes).flat_map(|i| [row[i].to_f32(), second[i].to_f32()]).collect();
+        assert_eq!(found.map(elements).concat(), interleaved);
         fp8_pairs(simd, &elements);
         // SAFETY: both rows have 2 * LANES elements.
         let (a, b) = unsafe {
