@@ -3,7 +3,8 @@
 //
 // The decode launch writes a SplitRecord for every boundary between work ranges (include/partial_rows.cuh). For each
 // record there are one or more CTAs per KV head; they and those whose boundaries split the same tile divide its rows
-// between them. Partials are merged in the order of their keys.
+// between them. The kernel has few instructions rather than few operations: it runs for some 2 us, and its instructions
+// are in no cache when it starts.
 //
 // Compiled once for each XA_DTYPE of out: f16, bf16, f32.
 // Launch: kCombineThreads threads, a grid of Hkv by a multiple of PartialResults::num_ranges - 1, no dynamic shared
@@ -22,134 +23,170 @@ namespace xa {
 
 constexpr int32_t kWarps = kCombineThreads / 32;
 
-/// Partials whose loads are in flight together.
-constexpr int32_t kLoadsInFlight = 12;
+/// A split tile of a KV head, of which this CTA merges part `part` of `num_parts`.
+template <typename T>
+struct SplitTile {
+  const AttentionParams& params;
+  const SplitRecord record;
+  const PartialRows partials;
+  const int32_t kv_head;
+  const int32_t part;
+  const int32_t num_parts;
 
-/// A tile of up to this many partials takes the loop that merges several items at a time.
-constexpr int32_t kFewPartials = kLoadsInFlight / kCombineItemsAtOnce;
-
-/// The partial row of row 0 of a partial.
-__device__ __forceinline__ int64_t first_row_of(const SplitRecord& record, int32_t partial) {
-  return partial == 0 ? record.first_row : record.second_row + static_cast<int64_t>(partial - 1) * record.row_stride;
-}
-
-/// Merges partials `begin` to `end` of the tile, at least one.
-__device__ __forceinline__ PartialState merge_partials(const SplitRecord& record, const PartialRows& partial_rows,
-                                                       int32_t begin, int32_t end, int32_t row, int32_t column,
-                                                       float log2_unit) {
-  PartialState merged = {-INFINITY, 0.0f, make_float4(0.0f, 0.0f, 0.0f, 0.0f)};
-#pragma unroll 1
-  for (int32_t first = begin; first < end; first += kLoadsInFlight) {
-    PartialState states[kLoadsInFlight];
-#pragma unroll
-    for (int32_t i = 0; i < kLoadsInFlight; ++i) {
-      states[i] = partial_rows.load(first_row_of(record, min(first + i, end - 1)) + row, column);
-    }
-#pragma unroll
-    for (int32_t i = 0; i < kLoadsInFlight; ++i) {
-      if (first + i == begin) {
-        merged = states[i];
-      } else if (first + i < end) {
-        merge(merged, states[i], log2_unit);
-      }
-    }
+  /// Writes four columns of a row, and with the first ones its lse.
+  __device__ __forceinline__ void write(int32_t row, int32_t column, const PartialState& state) const {
+    const RowWriter<T, false> writer(params, record.tile, kv_head);
+    writer.write(row, column, state, params.partial.log2_unit);
   }
-  return merged;
-}
 
-/// Warps that divide the partials of the same columns between them. With batch_invariant one warp merges all, in order.
-__device__ __forceinline__ int32_t warps_per_item(const AttentionParams& params, int32_t num_partials) {
-  int32_t warps = 1;
-  while (params.partial.max_fixed_splits == 0 && warps < kWarps && num_partials > warps * kLoadsInFlight) warps *= 2;
-  return warps;
-}
-
-/// The columns of a row that a lane merges at a time: four, from `column` on.
-struct Item {
-  int32_t row;
-  int32_t column;
-
-  __device__ __forceinline__ Item(int32_t index, int32_t row_items)
-      : row(index / row_items), column((index - row * row_items) * 4) {}
+  /// The partial row of row `row` of a partial; of the last row or partial instead of what follows it.
+  __device__ __forceinline__ int32_t partial_row(int32_t partial, int32_t row) const {
+    const int32_t index = min(partial, record.num_partials - 1);
+    const int32_t first = index == 0 ? record.first_row : record.second_row + (index - 1) * record.row_stride;
+    return first + min(row, record.tile.num_rows - 1);
+  }
 };
 
-/// Merges this CTA's part of a tile with up to kFewPartials partials: kCombineItemsAtOnce items per lane, so that as
-/// many loads are in flight as with many partials.
-template <typename T>
-__device__ __forceinline__ void merge_few_partials(const AttentionParams& params, const SplitRecord& record,
-                                                   int32_t kv_head, int32_t part, int32_t num_parts) {
-  const float log2_unit = params.partial.log2_unit;
-  const int32_t row_items = params.value_dim / 4, items = record.tile.num_rows * row_items;
-  const PartialRows partial_rows(params.partial, kv_head);
-  const RowWriter<T, false> writer(params, record.tile, kv_head);
-  constexpr int32_t kStep = kCombineItemsAtOnce * kCombineThreads;
-  for (int32_t first = part * kStep + static_cast<int32_t>(threadIdx.x); first < items; first += num_parts * kStep) {
-    PartialState states[kCombineItemsAtOnce][kFewPartials];
+/// Merges partials in the order of their keys, as batch_invariant needs: an item is four columns of a row, and a lane
+/// merges kItems items at a time, with the loads of kPartials partials of each in flight.
+template <typename T, int kPartials, int kItems>
+__device__ __forceinline__ void merge_in_order(const SplitTile<T>& tile) {
+  const float log2_unit = tile.params.partial.log2_unit;
+  const int32_t row_items = tile.params.value_dim / 4, items = tile.record.tile.num_rows * row_items;
+  constexpr int32_t kStep = kItems * kCombineThreads;
+  for (int32_t first = tile.part * kStep + static_cast<int32_t>(threadIdx.x); first < items;
+       first += tile.num_parts * kStep) {
+    PartialState merged[kItems];
+#pragma unroll 1
+    for (int32_t partial = 0; partial < tile.record.num_partials; partial += kPartials) {
+      PartialState states[kItems][kPartials];
 #pragma unroll
-    for (int32_t i = 0; i < kCombineItemsAtOnce; ++i) {
-      const Item item(min(first + i * kCombineThreads, items - 1), row_items);
+      for (int32_t i = 0; i < kItems; ++i) {
+        const int32_t item = min(first + i * kCombineThreads, items - 1), row = item / row_items;
 #pragma unroll
-      for (int32_t j = 0; j < kFewPartials; ++j) {
-        states[i][j] = partial_rows.load(first_row_of(record, min(j, record.num_partials - 1)) + item.row, item.column);
+        for (int32_t j = 0; j < kPartials; ++j) {
+          states[i][j] = tile.partials.load(tile.partial_row(partial + j, row), (item - row * row_items) * 4);
+        }
+      }
+#pragma unroll
+      for (int32_t i = 0; i < kItems; ++i) {
+#pragma unroll
+        for (int32_t j = 0; j < kPartials; ++j) {
+          if (partial + j == 0) {
+            merged[i] = states[i][j];
+          } else if (partial + j < tile.record.num_partials) {
+            merge(merged[i], states[i][j], log2_unit);
+          }
+        }
       }
     }
 #pragma unroll
-    for (int32_t i = 0; i < kCombineItemsAtOnce; ++i) {
-      if (first + i * kCombineThreads >= items) break;
-      const Item item(first + i * kCombineThreads, row_items);
-#pragma unroll
-      for (int32_t j = 1; j < kFewPartials; ++j) {
-        if (j < record.num_partials) merge(states[i][0], states[i][j], log2_unit);
-      }
-      writer.write(item.row, item.column, states[i][0], log2_unit);
+    for (int32_t i = 0; i < kItems; ++i) {
+      const int32_t item = first + i * kCombineThreads, row = item / row_items;
+      if (item < items) tile.write(row, (item - row * row_items) * 4, merged[i]);
     }
   }
 }
 
-/// Merges this CTA's part of a split tile. An item is four columns of a row, and a lane has one item at a time. `warps`
-/// adjacent warps have the same 32 items and merge different partials of them; the first of these warps merges their
-/// results and writes them.
-template <typename T>
-__device__ __forceinline__ void merge_many_partials(const AttentionParams& params, const SplitRecord& record,
-                                                    int32_t kv_head, int32_t part, int32_t num_parts) {
-  __shared__ PartialState merged[kWarps][32];
-  const int32_t warp = threadIdx.x / 32, lane = threadIdx.x % 32;
-  const int32_t warps = warps_per_item(params, record.num_partials), warp_groups = kWarps / warps;
-  const int32_t warp_partials = (record.num_partials + warps - 1) / warps, begin = warp % warps * warp_partials;
-  const int32_t end = min(begin + warp_partials, record.num_partials);
-  const int32_t row_items = params.value_dim / 4, items = record.tile.num_rows * row_items;
-  const float log2_unit = params.partial.log2_unit;
-  const PartialRows partial_rows(params.partial, kv_head);
-  const RowWriter<T, false> writer(params, record.tile, kv_head);
-  for (int32_t first = part * warp_groups * 32; first < items; first += num_parts * warp_groups * 32) {
-    // All warps must reach the barriers. Those without an item compute the last one and do not write it.
-    const int32_t index = first + warp / warps * 32 + lane;
-    const Item item(min(index, items - 1), row_items);
-    PartialState state = merge_partials(record, partial_rows, begin, end, item.row, item.column, log2_unit);
-    if (warps > 1) {
-      __syncthreads();
-      merged[warp][lane] = state;
-      __syncthreads();
-      for (int32_t i = 1; warp % warps == 0 && i < warps; ++i) merge(state, merged[warp + i][lane], log2_unit);
+/// The largest of the values of `lanes` adjacent lanes, or their sum.
+__device__ __forceinline__ float max_of_lanes(float x, int32_t lanes) {
+#pragma unroll 1
+  for (int32_t distance = lanes / 2; distance > 0; distance /= 2) x = fmaxf(x, __shfl_xor_sync(~0u, x, distance));
+  return x;
+}
+__device__ __forceinline__ float sum_of_lanes(float x, int32_t lanes) {
+#pragma unroll 1
+  for (int32_t distance = lanes / 2; distance > 0; distance /= 2) x += __shfl_xor_sync(~0u, x, distance);
+  return x;
+}
+
+/// Merges rows with 8, 16 or 32 lanes each, kRows adjacent ones at a time, with the loads of kPartials partials of each
+/// in flight. A lane has four columns of every partial, and the state of one partial, from which it computes that
+/// partial's weight.
+template <typename T, int kPartials, int kRows>
+__device__ __forceinline__ void merge_rows(const SplitTile<T>& tile) {
+  const float log2_unit = tile.params.partial.log2_unit;
+  const int32_t value_dim = tile.params.value_dim, num_rows = tile.record.tile.num_rows;
+  const int32_t count = tile.record.num_partials;
+  const int32_t lanes = value_dim > 64 ? 32 : value_dim > 32 ? 16 : 8, lane = threadIdx.x % lanes;
+  const int32_t warp_rows = 32 / lanes * kRows, warp = tile.part * kWarps + static_cast<int32_t>(threadIdx.x) / 32;
+#pragma unroll 1
+  for (int32_t warp_row = warp * warp_rows; warp_row < num_rows; warp_row += tile.num_parts * kWarps * warp_rows) {
+    const int32_t first_row = warp_row + static_cast<int32_t>(threadIdx.x) % 32 / lanes * kRows;
+#pragma unroll 1
+    for (int32_t first_column = 0; first_column < value_dim; first_column += 4 * lanes) {
+      const int32_t column = first_column + 4 * lane, loaded_column = min(column, value_dim - 4);
+      PartialState merged[kRows];
+#pragma unroll
+      for (PartialState& state : merged) state = {-INFINITY, 0.0f, make_float4(0.0f, 0.0f, 0.0f, 0.0f)};
+#pragma unroll 1
+      for (int32_t begin = 0; begin < count; begin += lanes) {
+        float weight[kRows];
+#pragma unroll
+        for (int32_t r = 0; r < kRows; ++r) {
+          float2 state = tile.partials.state(tile.partial_row(begin + lane, first_row + r));
+          if (begin + lane >= count) state = make_float2(-INFINITY, 0.0f);
+          const float largest = fmaxf(merged[r].max, max_of_lanes(state.x, lanes));
+          const float before = merge_weight(merged[r].max, largest, log2_unit);
+          weight[r] = merge_weight(state.x, largest, log2_unit);
+          merged[r].max = largest;
+          merged[r].sum = merged[r].sum * before + sum_of_lanes(state.y * weight[r], lanes);
+          merged[r].output = scaled(merged[r].output, before);
+        }
+#pragma unroll 1
+        for (int32_t partial = begin; partial < min(begin + lanes, count); partial += kPartials) {
+          float4 outputs[kRows][kPartials];
+#pragma unroll
+          for (int32_t r = 0; r < kRows; ++r) {
+#pragma unroll
+            for (int32_t j = 0; j < kPartials; ++j) {
+              const int32_t row = tile.partial_row(partial + j, first_row + r);
+              outputs[r][j] = *reinterpret_cast<const float4*>(tile.partials.output(row, loaded_column));
+            }
+          }
+#pragma unroll
+          for (int32_t r = 0; r < kRows; ++r) {
+#pragma unroll
+            for (int32_t j = 0; j < kPartials; ++j) {
+              // Partials past the last one have the weight 0, and the output of the last one.
+              const float w = __shfl_sync(~0u, weight[r], partial - begin + j, lanes);
+              merged[r].output.x += w * outputs[r][j].x;
+              merged[r].output.y += w * outputs[r][j].y;
+              merged[r].output.z += w * outputs[r][j].z;
+              merged[r].output.w += w * outputs[r][j].w;
+            }
+          }
+        }
+      }
+#pragma unroll
+      for (int32_t r = 0; r < kRows; ++r) {
+        if (column < value_dim) tile.write(first_row + r, column, merged[r]);
+      }
     }
-    if (warp % warps == 0 && index < items) writer.write(item.row, item.column, state, log2_unit);
   }
 }
 
 }  // namespace xa
 
-extern "C" __global__ void __launch_bounds__(xa::kCombineThreads)
+extern "C" __global__ void __launch_bounds__(xa::kCombineThreads, xa::kCombineCtasPerSm)
     XA_ENTRY(const __grid_constant__ xa::AttentionParams params) {
   const int32_t num_records = params.partial.num_ranges - 1, ctas_per_record = gridDim.y / num_records;
-  const int32_t index = blockIdx.y / num_records;
+  const int32_t index = blockIdx.y / num_records, kv_head = blockIdx.x;
   const auto* const records = static_cast<const xa::SplitRecord*>(params.partial.split_records);
   const xa::SplitRecord record = records[blockIdx.y - index * num_records];
-  const int32_t part = record.index * ctas_per_record + index, num_parts = record.num_records * ctas_per_record;
-  using T = xa::XA_PASTE(dtype_, XA_DTYPE);
   if (record.num_partials == 0) return;
-  if (record.num_partials <= xa::kFewPartials) {
-    xa::merge_few_partials<T>(params, record, blockIdx.x, part, num_parts);
+  using T = xa::XA_PASTE(dtype_, XA_DTYPE);
+  const xa::SplitTile<T> tile = {params,
+                                 record,
+                                 xa::PartialRows(params.partial, kv_head),
+                                 kv_head,
+                                 record.index * ctas_per_record + index,
+                                 record.num_records * ctas_per_record};
+  if (params.partial.max_fixed_splits > 0) {
+    xa::merge_in_order<T, 4, 1>(tile);
+  } else if (record.num_partials <= 4) {
+    xa::merge_rows<T, 4, 2>(tile);
   } else {
-    xa::merge_many_partials<T>(params, record, blockIdx.x, part, num_parts);
+    xa::merge_rows<T, 8, 1>(tile);
   }
 }

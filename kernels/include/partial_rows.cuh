@@ -63,33 +63,34 @@ __device__ __forceinline__ void merge(PartialState& row, const PartialState& nex
 class PartialRows {
  public:
   __device__ __forceinline__ PartialRows(const PartialResults& results, int32_t kv_head)
-      : first_(static_cast<int64_t>(kv_head) * results.rows_per_head),
-        states_(static_cast<float2*>(results.states)),
-        outputs_(static_cast<float*>(results.outputs)),
-        pitch_(results.pitch) {}
-
-  __device__ __forceinline__ PartialState load(int64_t row, int32_t column) const {
-    const float2 state = states_[first_ + row];
-    return PartialState{state.x, state.y, *reinterpret_cast<const float4*>(output(row, column))};
+      : row_bytes_(results.pitch * sizeof(float)) {
+    const int64_t first = static_cast<int64_t>(kv_head) * results.rows_per_head;
+    states_ = static_cast<float2*>(results.states) + first;
+    outputs_ = static_cast<uint8_t*>(results.outputs) + first * row_bytes_;
   }
+
+  __device__ __forceinline__ PartialState load(int32_t row, int32_t column) const {
+    return PartialState{state(row).x, state(row).y, *reinterpret_cast<const float4*>(output(row, column))};
+  }
+  /// Max and sum.
+  __device__ __forceinline__ float2 state(int32_t row) const { return states_[row]; }
   /// `state` has columns `column` to `column` + 3.
-  __device__ __forceinline__ void store(int64_t row, int32_t column, const PartialState& state) const {
+  __device__ __forceinline__ void store(int32_t row, int32_t column, const PartialState& state) const {
     *reinterpret_cast<float4*>(output(row, column)) = state.output;
     if (column == 0) store_state(row, state.max, state.sum);
   }
-  __device__ __forceinline__ void store_state(int64_t row, float max, float sum) const {
-    states_[first_ + row] = make_float2(max, sum);
+  __device__ __forceinline__ void store_state(int32_t row, float max, float sum) const {
+    states_[row] = make_float2(max, sum);
   }
   /// The address of an unnormalized output, from `column` on.
-  __device__ __forceinline__ float* output(int64_t row, int32_t column) const {
-    return outputs_ + (first_ + row) * pitch_ + column;
+  __device__ __forceinline__ float* output(int32_t row, int32_t column) const {
+    return reinterpret_cast<float*>(outputs_ + static_cast<uint64_t>(static_cast<uint32_t>(row)) * row_bytes_) + column;
   }
 
  private:
-  int64_t first_;
   float2* states_;
-  float* outputs_;
-  int32_t pitch_;
+  uint8_t* outputs_;
+  uint32_t row_bytes_;
 };
 
 }  // namespace xa

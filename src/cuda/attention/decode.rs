@@ -7,15 +7,12 @@ use super::{Call, Launch, Launches, Parameter, UNLIMITED, max_tiles};
 use crate::cuda::device::Device;
 use crate::cuda::enqueue::LaunchConfig;
 use crate::cuda::params::attention::AttentionParams;
-use crate::cuda::params::combine::{COMBINE_ITEMS_AT_ONCE, COMBINE_THREADS};
+use crate::cuda::params::combine::{COMBINE_CTAS_PER_SM, COMBINE_THREADS};
 use crate::cuda::variants;
 use crate::error::Result;
 use crate::problem::attention::Attention;
 
 const COMBINE_KERNEL: &str = "combine";
-
-/// CTAs of the combine kernel that an SM runs at a time.
-const COMBINE_CTAS_PER_SM: i64 = 2;
 
 /// Maximum new rows per KV head that one decode warp stores in the cache. Stores are serial and delay the warp's attention
 /// work; above this a separate update kernel is faster.
@@ -103,9 +100,10 @@ pub(super) fn combine<'c>(
     }
     let variant = variants::find(COMBINE_KERNEL, &[variants::dtype_value(problem.out.dtype)])?;
     let heads = problem.num_kv_heads as i64;
-    let columns_at_once = 4 * i64::from(COMBINE_ITEMS_AT_ONCE * COMBINE_THREADS);
-    let wanted = (tile_rows * problem.value_dim as i64 + columns_at_once - 1) / columns_at_once;
-    let ctas_per_record = wanted.min(COMBINE_CTAS_PER_SM * i64::from(device.sms) / (heads * i64::from(records))).max(1);
+    let row_lanes = (problem.value_dim as i64 / 4).clamp(8, 32).unsigned_abs().next_power_of_two() as i64;
+    let wanted = (tile_rows * row_lanes + i64::from(COMBINE_THREADS) - 1) / i64::from(COMBINE_THREADS);
+    let resident = i64::from(COMBINE_CTAS_PER_SM) * i64::from(device.sms);
+    let ctas_per_record = wanted.min(resident / (heads * i64::from(records))).max(1);
     let grid = [problem.num_kv_heads as u32, records * ctas_per_record as u32, 1];
     let config = LaunchConfig { grid, threads: COMBINE_THREADS as u32, shared_memory: 0 };
     Ok(Some(Launch::new(COMBINE_KERNEL, variant, config, Parameter::Attention(*params))))

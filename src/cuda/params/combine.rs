@@ -3,5 +3,5 @@
 /// Threads per CTA.
 pub const COMBINE_THREADS: i32 = 256;
 
-/// Four columns of a row each, which a thread merges at a time if a tile has few partials.
-pub const COMBINE_ITEMS_AT_ONCE: i32 = 4;
+/// CTAs that run on an SM at a time.
+pub const COMBINE_CTAS_PER_SM: i32 = 3;
