@@ -30,7 +30,9 @@ BYTES_PER_SECOND, FLOPS_PER_SECOND = 4.4e12, 700e12
 LEAST_BYTES, LEAST_FLOPS = 100e6, 50e9
 # Larger cells take long and resemble those that are measured.
 MOST_BYTES, MOST_SECONDS = 2.2e9, 2e-3
-GRAPH_SECONDS, REPLAYS, LOW_SHARE = 3e-3, 3, 0.6
+GRAPH_SECONDS, REPLAYS, LOW_SHARE = 3e-3, 5, 0.6
+# Before each cell, because a GPU at its power limit lowers its clocks for the next one too.
+REST_SECONDS = 0.2
 
 
 @dataclass(frozen=True)
@@ -145,6 +147,8 @@ def main(*words):
     lines = (pathlib.Path(folder) / "sweep.jsonl").open("w") if folder else None
     rows = []
     for cell in cells:
+        torch.cuda.synchronize()
+        time.sleep(REST_SECONDS)
         us, kernels = measure(cell, values)
         row = {"case": cell.name, "us": round(us, 1), "share": round(1e6 * cell.bound / us, 3), "kernels": kernels}
         rows.append(row)

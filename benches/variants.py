@@ -27,7 +27,7 @@ from graph_nodes import argument_bytes, check, driver, kernel_nodes
 from prefill_cases import CASES
 
 # Fields of HopperPrefillParams (src/cuda/params/hopper_prefill.rs) that a variant changes, as offsets from its end.
-OFFSETS = {"q": -576, "k": -448, "v": -320, "next_tile": -64}
+OFFSETS = {"q": -640, "k": -512, "v": -384, "next_tile": -128}
 ALIGNMENT = 64
 # Enumerators of cuda.h.
 MAX_DYNAMIC_SHARED_BYTES, BF16, SWIZZLE_128B, PROMOTE_256B, CLUSTER_DIMENSION = 8, 9, 3, 3, 4

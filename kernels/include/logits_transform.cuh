@@ -1,7 +1,8 @@
 // Logits transforms: what is applied to q . k before the mask and the softmax. A transform has
 //
 //   factor(params, kv_head)   WorkTile::score_factor of a KV head
-//   rows(work, row)           what `apply` needs to know of 16 rows from row `row` of the work tile on
+//   rows(work, row, find)     what `apply` needs to know of 16 rows from row `row` of the work tile on; `find`, by
+//                             default find_row(params, work, row), gives the head and the position of a row
 //   apply(scores, rows, key)  transforms the scores of these rows and of the block of keys from `key` on
 //   log2_unit()               the factor from transformed scores to logits in base 2
 //
@@ -16,6 +17,17 @@
 
 namespace xa {
 
+/// The query head of a row of a tile, and the position of its query among the keys.
+struct RowPosition {
+  int32_t head;
+  int32_t position;
+};
+
+__device__ __forceinline__ RowPosition find_row(const AttentionParams& params, const WorkTile& work, int32_t row) {
+  const RowMap map(params, work.tile, work.kv_head);
+  return {map.head(row), map.rows.query(row) + Visibility::shift_of(params, work.tile)};
+}
+
 /// No transform: scores stay q . k. The softmax scale is part of the exponential.
 struct logits_none {
   const AttentionParams& params_;
@@ -25,7 +37,10 @@ struct logits_none {
   static __device__ __forceinline__ float factor(const AttentionParams&, int32_t) { return 1.0f; }
   __device__ __forceinline__ float log2_unit() const { return params_.softmax_scale_log2; }
   struct Rows {};
-  __device__ __forceinline__ Rows rows(const WorkTile&, int32_t) const { return {}; }
+  template <typename... Find>
+  __device__ __forceinline__ Rows rows(const WorkTile&, int32_t, const Find&...) const {
+    return {};
+  }
   template <typename T, int kKeyTiles>
   __device__ __forceinline__ void apply(float (&)[kKeyTiles][4], const Rows&, int32_t) const {}
 };
@@ -53,6 +68,10 @@ struct logits_softcap_alibi {
     int32_t position[2];
   };
   __device__ __forceinline__ Rows rows(const WorkTile& work, int32_t first_row) const {
+    return rows(work, first_row, [&](int32_t row) { return find_row(params_, work, row); });
+  }
+  template <typename Find>
+  __device__ __forceinline__ Rows rows(const WorkTile& work, int32_t first_row, const Find& find) const {
     constexpr float kLog2E = 1.44269504088896341f;
     Rows rows = {{work.score_factor, work.score_factor}, {}, {}};
     first_row += threadIdx.x % 32 / 4;
@@ -61,13 +80,12 @@ struct logits_softcap_alibi {
       rows.factor[1] *= row_factors_[first_row + 8];
     }
     if (params_.alibi_slopes != nullptr) {
-      const RowMap map(params_, work.tile, work.kv_head);
       const float* const slopes = params_.alibi_slopes + work.tile.sequence * params_.alibi_stride;
-      const int32_t shift = Visibility(params_, work.tile).shift;
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
-        rows.slope[half] = -kLog2E * __ldg(slopes + map.head(first_row + 8 * half));
-        rows.position[half] = map.rows.query(first_row + 8 * half) + shift;
+        const RowPosition row = find(first_row + 8 * half);
+        rows.slope[half] = -kLog2E * __ldg(slopes + row.head);
+        rows.position[half] = row.position;
       }
     }
     return rows;
@@ -155,7 +173,10 @@ struct logits_softcap {
   struct Rows {
     float factor;
   };
-  __device__ __forceinline__ Rows rows(const WorkTile& work, int32_t) const { return {work.score_factor}; }
+  template <typename... Find>
+  __device__ __forceinline__ Rows rows(const WorkTile& work, int32_t, const Find&...) const {
+    return {work.score_factor};
+  }
   template <typename T, int kKeyTiles>
   __device__ __forceinline__ void apply(float (&scores)[kKeyTiles][4], const Rows& rows, int32_t) const {
     static_assert(Element<T>::kIs16Bit, "tanh.approx has 11 bits");

@@ -8,6 +8,18 @@
 
 namespace xa {
 
+/// Rows of a tile. Those of hopper_split_kv, which have at least 64, are whole queries.
+template <int kRows>
+__device__ __forceinline__ int32_t rows_of_tile(const AttentionParams& params) {
+  return kRows >= 64 ? params.tile_queries.divisor * params.group : kRows;
+}
+/// Tiles of a sequence of `len_q` queries.
+template <int kRows>
+__device__ __forceinline__ int32_t count_tiles(const AttentionParams& params, int32_t len_q) {
+  if constexpr (kRows >= 64) return divide(len_q + params.tile_queries.divisor - 1, params.tile_queries);
+  return (len_q * params.group + kRows - 1) / kRows;
+}
+
 /// A sequence and the work in it. A KV chunk is kKvChunkKeys keys from an absolute multiple on: one step of a CTA.
 template <int kRows, int kKvChunkKeys>
 struct SequenceWork {
@@ -18,21 +30,23 @@ struct SequenceWork {
   int32_t first_chunk;
 
   __device__ __forceinline__ int64_t work() const { return static_cast<int64_t>(num_tiles) * chunks; }
-  /// Packed rows of tile `index`. Tile 0 has the last rows of the sequence, the only ones that may be fewer than kRows.
-  __device__ __forceinline__ int32_t num_rows(int32_t index, int32_t group) const {
-    return index > 0 ? kRows : tile.len_q * group - (num_tiles - 1) * kRows;
+  /// Packed rows of tile `index`. Tile 0 has the last rows of the sequence, the only ones that may be fewer than a
+  /// tile's.
+  __device__ __forceinline__ int32_t num_rows(const AttentionParams& params, int32_t index) const {
+    const int32_t rows = rows_of_tile<kRows>(params);
+    return index > 0 ? rows : tile.len_q * params.group - (num_tiles - 1) * rows;
   }
-  __device__ __forceinline__ QoTile tile_at(int32_t index, int32_t group) const {
+  __device__ __forceinline__ QoTile tile_at(const AttentionParams& params, int32_t index) const {
     QoTile result = tile;
-    result.first_row = (num_tiles - 1 - index) * kRows;
-    result.num_rows = num_rows(index, group);
+    result.first_row = (num_tiles - 1 - index) * rows_of_tile<kRows>(params);
+    result.num_rows = num_rows(params, index);
     return result;
   }
   /// Counts the tiles and their chunks from `tile`. A sequence that is not live, or whose number of queries is another
   /// launch's, has no tiles.
   __device__ __forceinline__ void measure(const AttentionParams& params, bool live) {
     const bool ours = live && tile.len_q >= params.min_queries && tile.len_q <= params.max_queries;
-    num_tiles = ours ? (tile.len_q * params.group + kRows - 1) / kRows : 0;
+    num_tiles = ours ? count_tiles<kRows>(params, tile.len_q) : 0;
     const Visibility visibility(params, tile);
     const int32_t begin = visibility.begin(0), end = visibility.end(tile.len_q - 1);
     first_chunk = begin < end ? begin / kKvChunkKeys : 0;

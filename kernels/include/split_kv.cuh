@@ -3,14 +3,16 @@
 
 #include <cstdint>
 
+#include "division.cuh"
+
 namespace xa {
 
 /// Quotients of non-negative numbers. 64-bit operands mostly fit 32 bits, whose division is several times faster.
 __device__ __forceinline__ int32_t divide(int32_t x, int32_t divisor) {
-  return static_cast<int32_t>(static_cast<uint32_t>(x) / static_cast<uint32_t>(divisor));
+  return static_cast<int32_t>(divide_mostly_small(x, divisor));
 }
 __device__ __forceinline__ int64_t divide(int64_t x, int64_t divisor) {
-  if (((x | divisor) >> 32) == 0) return static_cast<uint32_t>(x) / static_cast<uint32_t>(divisor);
+  if (((x | divisor) >> 32) == 0) return divide_mostly_small(static_cast<uint32_t>(x), static_cast<uint32_t>(divisor));
   return x / divisor;
 }
 template <typename Index>

@@ -217,7 +217,7 @@ class WorkPartitioner {
 #pragma unroll 1
       for (int32_t index = 0; index < sequence.num_tiles && begin < chunk; ++index) {
         const int64_t num_partials = kv_split_.num_partials(begin, sequence.chunks);
-        rows += num_partials * sequence.num_rows(index, params_.group);
+        rows += num_partials * sequence.num_rows(params_, index);
         begin += sequence.chunks;
       }
     }

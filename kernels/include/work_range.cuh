@@ -75,7 +75,7 @@ __device__ __forceinline__ int32_t end_partial_row(int32_t num_ranges, int32_t r
 template <int kRows, int kKvChunkKeys>
 __device__ __forceinline__ void enter(const AttentionParams& params, WorkTile& work, WorkRange& range,
                                       const SequenceWork<kRows, kKvChunkKeys>& sequence, int32_t index) {
-  work.tile = sequence.tile_at(index, params.group);
+  work.tile = sequence.tile_at(params, index);
   range.tile_chunks = sequence.chunks;
   range.first_chunk = sequence.first_chunk;
   range.tiles_left = sequence.num_tiles - 1 - index;
@@ -141,8 +141,8 @@ class WorkRangeIterator {
       }
       range_.tile_begin += range_.tile_chunks;
       range_.tiles_left = left - 1;
-      work_.tile.first_row -= kRows;
-      work_.tile.num_rows = left > 0 ? kRows : 0;
+      work_.tile.first_row -= rows_of_tile<kRows>(params_);
+      work_.tile.num_rows = left > 0 ? rows_of_tile<kRows>(params_) : 0;
     }
     __syncwarp();
     if (left > 0) return;

@@ -13,6 +13,7 @@
 
 #include <cstdint>
 
+#include "division.cuh"
 #include "params/attention.cuh"
 
 namespace xa {
@@ -218,12 +219,6 @@ struct StartScan {
   }
 };
 
-/// x / divisor for 0 <= x < 2^20, given 1.0f / divisor: (x + 0.5) / divisor keeps 0.5 / divisor away from every
-/// integer.
-__device__ __forceinline__ int32_t divide_small(int32_t x, float reciprocal) {
-  return __float2int_rd((static_cast<float>(x) + 0.5f) * reciprocal);
-}
-
 /// The query and the head of each packed row of a tile.
 struct PackedRows {
   int32_t first_query;  // of row 0, counted in the sequence
@@ -303,12 +298,14 @@ struct Visibility {
   }
 };
 
-__device__ __forceinline__ KeyRange visible_keys(const AttentionParams& params, const QoTile& tile) {
-  const Visibility visibility(params, tile);
-  const PackedRows rows(params, tile.first_row);
-  const int32_t first = rows.query(0), last = rows.query(tile.num_rows - 1);
+/// The keys of queries `first` to `last`.
+__device__ __forceinline__ KeyRange visible_keys(const Visibility& visibility, int32_t first, int32_t last) {
   const KeyRange keys = {visibility.begin(first), visibility.end(last), visibility.begin(last), visibility.end(first)};
   return keys.begin < keys.end ? keys : KeyRange{0, 0, 0, 0};
+}
+__device__ __forceinline__ KeyRange visible_keys(const AttentionParams& params, const QoTile& tile) {
+  const PackedRows rows(params, tile.first_row);
+  return visible_keys(Visibility(params, tile), rows.query(0), rows.query(tile.num_rows - 1));
 }
 
 /// The first of the len_q keys that belong to the sequence's queries. If AttentionParams::new_tokens is set, the cache

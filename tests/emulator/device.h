@@ -194,6 +194,7 @@ inline uint32_t __float_as_uint(float x) { return emulator::bits_as<uint32_t>(x)
 inline float __int_as_float(int32_t x) { return emulator::bits_as<float>(x); }
 inline int32_t __float_as_int(float x) { return emulator::bits_as<int32_t>(x); }
 inline int __float2int_rd(float x) { return static_cast<int>(std::floor(x)); }
+inline unsigned __float2uint_rd(float x) { return static_cast<unsigned>(std::floor(x)); }
 inline float __fmaf_rn(float x, float y, float z) { return std::fma(x, y, z); }
 // `volatile` keeps the compiler from contracting a product and a sum into one rounding.
 inline float __fmul_rn(float x, float y) {

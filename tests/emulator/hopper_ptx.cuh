@@ -170,6 +170,8 @@ void warpgroup_reg_dealloc() {}
 template <int kCount>
 void warpgroup_reg_alloc() {}
 
+inline uint32_t this_lane() { return 1u << threadIdx.x % 32; }
+inline uint32_t lower_lanes() { return this_lane() - 1; }
 inline int32_t num_ctas() { return static_cast<int32_t>(gridDim.x); }
 
 }  // namespace ptx

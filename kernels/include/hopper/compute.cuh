@@ -140,7 +140,7 @@ __device__ __forceinline__ void compute_tiles(const HopperPrefillParams& prefill
     const int32_t common_end = uniform(tile.work.keys.common_end / kKeys);
     // The block whose scores are computed. `weights` has P of the block before it in the loop, which is block + 1.
     int32_t block = end - 1;
-    const auto transformed_rows = transform.rows(tile.work, warp_row);
+    const auto transformed_rows = transform.rows(tile.work, warp_row, FindRow{prefill, tile});
     const auto softmax_block = [&](bool masked) {
       transform.template apply<T>(scores, transformed_rows, block * kKeys);
       if (masked) mask_scores(scores, prefill, tile, warp_row, block * kKeys);

@@ -58,7 +58,7 @@ class Epilogue {
     float sink[2] = {-INFINITY, -INFINITY}, lse[2];
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
-      const int32_t in_pack = (packed + 8 * half) & (params.group - 1);
+      const int32_t in_pack = head_in_pack(packed + 8 * half);
       head[half] = work_.kv_head * prefill_.group_heads + in_pack;
       if (params.sinks != nullptr && in_pack < prefill_.group_heads) sink[half] = __ldg(params.sinks + head[half]);
     }
@@ -79,7 +79,7 @@ class Epilogue {
     for (int half = 0; half < 2; ++half) {
       if (!by_tma_ && !to.writes(row(half))) continue;
       if (is_padding(half)) continue;
-      const int32_t token = work_.tile.first_token + ((packed + 8 * half) >> prefill_.group_log2);
+      const int32_t token = work_.tile.first_token + query_of_row(prefill_, packed + 8 * half);
       params.lse[static_cast<int64_t>(head[half]) * params.num_tokens + token] = lse[half];
     }
   }
@@ -112,6 +112,10 @@ class Epilogue {
       return Element<T>::pack(low, high);
     }
   }
+  /// The head of a row of the tile, among those of its pack.
+  __device__ __forceinline__ int32_t head_in_pack(int32_t row) const {
+    return row - query_of_row(prefill_, row) * prefill_.attention.group;
+  }
   /// Row of the tile that this lane holds in `half` of the accumulators.
   __device__ __forceinline__ int32_t row(int half) const {
     return first_row_ + 8 * half + static_cast<int32_t>(threadIdx.x % 32 / 4);
@@ -122,12 +126,12 @@ class Epilogue {
     // Kept since the start of the tile, the row would be spilled past D 128; found again, D 128 is 1 to 2 % slower.
     const uint32_t thread = Shape::kHeadDim > 128 ? xa::ptx::opaque(threadIdx.x) : threadIdx.x;
     const int32_t row = first_row_ + 8 * half + static_cast<int32_t>(thread % 32 / 4);
-    return ((work_.tile.first_row + row) & (prefill_.attention.group - 1)) >= prefill_.group_heads;
+    return head_in_pack(work_.tile.first_row + row) >= prefill_.group_heads;
   }
   /// The token of the warp's first row. If the rows leave by TMA, that row has the first head of the pack, which has at
   /// most 16.
   __device__ __forceinline__ int32_t first_token() const {
-    return work_.tile.first_token + ((work_.tile.first_row + first_row_) >> prefill_.group_log2);
+    return work_.tile.first_token + query_of_row(prefill_, work_.tile.first_row + first_row_);
   }
 
   /// Stores row by row, 16 bytes per lane.

@@ -42,16 +42,16 @@ __device__ __forceinline__ void load_query_parts(const HopperPrefillParams& pref
   const int32_t warpgroup = xa::ptx::opaque(static_cast<int32_t>(threadIdx.x)) / 128;
   const int32_t thread = threadIdx.x % 128, column = thread % kThreadsPerRow * 4;
   const int32_t first_row = 64 * warpgroup + thread / kThreadsPerRow, num_rows = tile.work.tile.num_rows;
-  const int32_t first_packed = tile.work.tile.first_row, first_token = tile.work.tile.first_token;
-  const float* const base = static_cast<const float*>(params.q) +
-                            (int64_t{tile.work.kv_head} << prefill.group_log2) * params.q_head_stride + column;
+  const int32_t first_token = tile.work.tile.first_token;
+  const float* const base =
+      static_cast<const float*>(params.q) + int64_t{tile.work.kv_head} * params.group * params.q_head_stride + column;
 #pragma unroll 1
   for (int32_t batch = 0; batch < 64; batch += kBatch * kRowsAtOnce) {
     float4 x[kBatch];
 #pragma unroll
     for (int i = 0; i < kBatch; ++i) {
-      const int32_t row = first_row + batch + i * kRowsAtOnce, packed = first_packed + row;
-      const int64_t token = first_token + (packed >> prefill.group_log2), head = packed & (params.group - 1);
+      const int32_t row = first_row + batch + i * kRowsAtOnce, query = query_of_row(prefill, row);
+      const int64_t token = first_token + query, head = row - query * params.group;
       x[i] = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
       if (row < num_rows && column < params.head_dim) {
         x[i] =
@@ -189,7 +189,7 @@ __device__ __forceinline__ void compute_f32_tiles(const HopperPrefillParams& pre
   };
 
   const auto attend = [&](const PrefillTile& tile, int32_t, int32_t end, int32_t, const auto& finalize_rows) {
-    const auto transformed_rows = transform.rows(tile.work, warp_row);
+    const auto transformed_rows = transform.rows(tile.work, warp_row, FindRow{prefill, tile});
     load_query_parts<Shape>(prefill, tile, pipeline.query_parts());
     split_block(pipeline.key_parts());
     sync_warpgroups();

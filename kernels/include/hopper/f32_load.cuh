@@ -47,7 +47,7 @@ class F32Loader {
   };
   __device__ __forceinline__ Rows rows_of(const PrefillTile& tile, const KvSource& source, int32_t columns) const {
     const AttentionParams& params = params_.attention;
-    const int64_t head = tile.work.kv_head / params_.packs_per_kv_head;
+    const int64_t head = divide(tile.work.kv_head, params_.packs_per_kv_head);
     const int64_t start = has_contiguous_keys(params) ? tile.work.tile.start_k : 0;
     const int32_t column = thread_ % kThreadsPerRow * 4;
     return Rows{static_cast<const float*>(source.base) + head * source.head_stride + start * source.token_stride +
@@ -101,8 +101,7 @@ class F32Loader {
       if constexpr (kStorage == Storage::contiguous) {
         from += (is_visible ? key : 0) * rows.token_stride;
       } else if (is_visible) {  // Pages of other keys may not exist.
-        const int32_t index =
-            __umulhi(2 * static_cast<uint32_t>(key), params_.page_divisor.reciprocal) >> params_.page_divisor.shift;
+        const int32_t index = divide(key, params_.page_divisor);
         const int64_t page = clamp(__ldg(rows.table + index), 0, params_.attention.num_pages - 1);
         from += page * rows.page_stride + (key - index * params_.attention.page_size) * rows.token_stride;
       }

@@ -26,7 +26,10 @@ struct fp8_logits_scaled {
   struct Rows {
     float factor;
   };
-  __device__ __forceinline__ Rows rows(const WorkTile& work, int32_t) const { return {work.score_factor}; }
+  template <typename... Find>
+  __device__ __forceinline__ Rows rows(const WorkTile& work, int32_t, const Find&...) const {
+    return {work.score_factor};
+  }
   template <typename T, int kKeyTiles>
   __device__ __forceinline__ void apply(float (&scores)[kKeyTiles][4], const Rows& rows, int32_t) const {
     if (rows.factor > 0.0f) return;

@@ -38,8 +38,8 @@ class TmaLoader {
 
   /// Starts a tile whose first block to load is `block`.
   __device__ __forceinline__ void begin(const PrefillTile& tile, int32_t block) {
-    head_ = tile.work.kv_head / params_.packs_per_kv_head;
-    reads_once_ = Shape::kSplitsKeys && tile.work.tile.len_q <= Shape::kRows >> params_.group_log2;
+    head_ = divide(tile.work.kv_head, params_.packs_per_kv_head);
+    reads_once_ = Shape::kSplitsKeys && tile.work.tile.len_q <= params_.attention.tile_queries.divisor;
     tile_ = &tile;
     if constexpr (kPaged) {
       table_ = params_.attention.block_table + tile.work.tile.sequence * params_.attention.block_table_stride;
@@ -158,9 +158,9 @@ class TmaLoader {
       // Entries of the block table past ceil(len_k / page_size) and for pages without a visible key are not read.
       if (lane_ < boxes_per_block_ && first < tile_->visible_end &&
           first + 8 * box_row_groups_ > tile_->visible_begin) {
-        const uint32_t page_size = params_.attention.page_size, index = static_cast<uint32_t>(first) / page_size;
+        const uint32_t index = divide(first, params_.page_divisor);
         box.page = clamp(__ldg(table_ + index), 0, params_.attention.num_pages - 1);
-        box.row_group = (first - index * page_size) / 8;
+        box.row_group = (first - index * params_.page_divisor.divisor) / 8;
       }
     }
     return box;
@@ -203,7 +203,7 @@ class CpAsyncLoader {
 
   /// Starts a tile whose first block to load is `block`.
   __device__ __forceinline__ void begin(const PrefillTile& tile, int32_t block) {
-    const int32_t head = tile.work.kv_head / params_.packs_per_kv_head;
+    const int32_t head = divide(tile.work.kv_head, params_.packs_per_kv_head);
     tile_ = &tile;
     base_ = reinterpret_cast<uint64_t>(source().base) + 2 * head * source().head_stride +
             xa::ptx::opaque(lane() % kLanesPerRow * 16);  // recomputed for each tile to save a register
@@ -292,9 +292,7 @@ class CpAsyncLoader {
     }
   }
   /// key / page_size
-  __device__ __forceinline__ uint32_t page_of(uint32_t key) const {
-    return __umulhi(2 * key, params_.page_divisor.reciprocal) >> params_.page_divisor.shift;
-  }
+  __device__ __forceinline__ uint32_t page_of(uint32_t key) const { return divide(key, params_.page_divisor); }
   /// Offset of a key's row from the head's first row, in 16-byte chunks. The host has checked that it fits 32 bits.
   __device__ __forceinline__ uint32_t chunk_offset(uint32_t key, int32_t page) const {
     const uint32_t in_page = key - page_of(key) * params_.attention.page_size;
@@ -308,6 +306,29 @@ class CpAsyncLoader {
   uint64_t base_;  // address of this lane's chunk of the head's first row
 };
 
+/// Bytes of an atom column of Q that its whole queries have.
+template <typename Shape>
+__device__ __forceinline__ int32_t query_column_bytes(const AttentionParams& params) {
+  const int32_t rows = params.tile_queries.divisor / Shape::kClusterSize * params.group;
+  return rows * (Shape::kQueryAtomColumnBytes / Shape::kRows);
+}
+
+/// Clears the rows of Q past the last whole query, which no load writes. They are computed and not stored, and NaN
+/// would slow all rows of a warp down.
+template <typename Shape>
+__device__ __forceinline__ void clear_rest_of_query(const AttentionParams& params, const Pipeline<Shape>& pipeline) {
+  const int32_t lane_byte = threadIdx.x % 32 * 16;
+  for (int32_t column = 0; column < Shape::kQueryAtomColumns; ++column) {
+    const uint32_t to = pipeline.query() + column * Shape::kQueryAtomColumnBytes;
+    for (int32_t byte = query_column_bytes<Shape>(params) + lane_byte; byte < Shape::kQueryAtomColumnBytes;
+         byte += 32 * 16) {
+      xa::ptx::clear_shared_16(to + byte);
+    }
+  }
+  ptx::fence_proxy_async_shared();
+  __syncwarp();
+}
+
 /// Issues the load of a tile's query rows, the CTA's tile number `tile_count`. Rows past the sequence's last one are
 /// loaded too; the epilogue does not store them.
 template <typename Shape>
@@ -316,16 +337,14 @@ __device__ __forceinline__ void load_query(const HopperPrefillParams& params, co
   if (threadIdx.x % 32 != 0) return;
   const Barrier full = pipeline.query_full(tile_count);
   pipeline.query_empty(tile_count).producer_wait();
-  full.arrive_expect_tx(Shape::kQueryBytes);
-  const int32_t token = tile.work.tile.first_token + tile.work.tile.first_row / params.attention.group;
+  full.arrive_expect_tx(Shape::kQueryAtomColumns * query_column_bytes<Shape>(params.attention));
   constexpr int kAtomElements = Shape::kHeadDim / Shape::kQueryAtomColumns;
-  const int32_t boxes = params.clips_columns != 0 ? Shape::kQueryAtomColumns : 1;
+  const int32_t boxes = params.query_boxes_are_columns != 0 ? Shape::kQueryAtomColumns : 1;
 #pragma unroll 1
   for (int32_t box = 0; box < boxes; ++box) {
     const uint32_t to = pipeline.query() + box * Shape::kQueryAtomColumnBytes;
     const int32_t column = box * kAtomElements;
-    // The heads of a pack are an axis of their own, so that TMA fills padding heads with zeros.
-    ptx::tma_load(to, params.q, full.address, column, 0, tile.work.kv_head, token, 0);
+    ptx::tma_load(to, params.q, full.address, column, 0, tile.work.kv_head, tile.work.tile.first_token, 0);
   }
 }
 
@@ -349,6 +368,9 @@ __device__ __forceinline__ void load_blocks_with(Loader loader, const HopperPref
   // tiles would be assigned before it is known which CTA is free first; later, their loads would be late. A block of
   // fp8 takes half as long.
   constexpr int kBlocksToGo = Shape::kTransposeWarps > 0 ? 4 : 2;
+  if (kOperand == Operand::keys && params.query_boxes_are_columns != 0) {
+    clear_rest_of_query<Shape>(params.attention, pipeline);
+  }
   int32_t block_count = 0;
   bool has_tile = true;
   // `count` counts the scheduler's tiles, `tile_count` those that have keys, for which Q is loaded.

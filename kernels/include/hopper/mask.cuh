@@ -24,8 +24,9 @@ struct VisibleColumns {
   uint32_t bits[2];
 };
 
-/// Those of a block whose first key is `first_key`.
-template <int kKeyTiles>
+/// Those of a block whose first key is `first_key`. With kAddsFirstRow, the tile's first row, which is 0, is read and
+/// added: then rows are not kept in registers.
+template <int kKeyTiles, bool kAddsFirstRow = false>
 __device__ __forceinline__ VisibleColumns visible_columns(const HopperPrefillParams& prefill, const PrefillTile& tile,
                                                           int32_t first_row, int32_t first_key) {
   const Visibility visibility(prefill.attention, tile.work.tile, tile.shift);
@@ -33,8 +34,8 @@ __device__ __forceinline__ VisibleColumns visible_columns(const HopperPrefillPar
   VisibleColumns columns;
 #pragma unroll
   for (int half = 0; half < 2; ++half) {
-    const int32_t row = tile.work.tile.first_row + first_row + 8 * half + static_cast<int32_t>(threadIdx.x % 32 / 4);
-    const int32_t query = row >> prefill.group_log2;
+    const int32_t tile_row = kAddsFirstRow ? tile.work.tile.first_row : 0;
+    const int32_t query = query_of_row(prefill, tile_row + first_row + 8 * half + threadIdx.x % 32 / 4);
     columns.bits[half] = columns_before<kKeyTiles>(visibility.end(query) - first_column) &
                          ~columns_before<kKeyTiles>(visibility.begin(query) - first_column);
   }
@@ -55,10 +56,10 @@ __device__ __forceinline__ void mask_scores(float (&scores)[kKeyTiles][4], const
 }
 
 /// Sets the scores of masked keys to -inf, in a block whose first key is `first_key`.
-template <int kKeyTiles>
+template <bool kAddsFirstRow = false, int kKeyTiles>
 __device__ __forceinline__ void mask_scores(float (&scores)[kKeyTiles][4], const HopperPrefillParams& prefill,
                                             const PrefillTile& tile, int32_t first_row, int32_t first_key) {
-  mask_scores(scores, visible_columns<kKeyTiles>(prefill, tile, first_row, first_key));
+  mask_scores(scores, visible_columns<kKeyTiles, kAddsFirstRow>(prefill, tile, first_row, first_key));
 }
 
 }  // namespace xa::hopper

@@ -25,7 +25,7 @@ __device__ __forceinline__ void prefill(const HopperPrefillParams& params, const
     for (const auto* map : {&params.q, &params.k, &params.v, &params.out}) ptx::prefetch_tensormap(*map);
   }
   const int32_t warp = uniform(threadIdx.x / 32);
-  TileScheduler<Shape> scheduler(params);
+  TileScheduler<Shape> scheduler(params, pipeline.tile(PipelineState<2>(0)).work.maxima);
   // Beside the initialisation: every other warp waits for the first tile.
   if (warp == Shape::kComputeWarps + 2) scheduler.begin();
   if constexpr (Shape::kClusterSize > 1) {

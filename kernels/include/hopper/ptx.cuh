@@ -176,7 +176,21 @@ __device__ __forceinline__ void warpgroup_reg_alloc() {
   asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(kCount));
 }
 
-/// The number of CTAs, read anew each time to save a register.
+// Read anew each time to save a register.
+
+/// The bits of the lanes below this one.
+__device__ __forceinline__ uint32_t lower_lanes() {
+  uint32_t mask;
+  asm volatile("mov.u32 %0, %%lanemask_lt;" : "=r"(mask));
+  return mask;
+}
+/// The bit of this lane.
+__device__ __forceinline__ uint32_t this_lane() {
+  uint32_t mask;
+  asm volatile("mov.u32 %0, %%lanemask_eq;" : "=r"(mask));
+  return mask;
+}
+/// The number of CTAs.
 __device__ __forceinline__ int32_t num_ctas() {
   int32_t count;
   asm volatile("mov.u32 %0, %%nctaid.x;" : "=r"(count));

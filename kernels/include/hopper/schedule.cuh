@@ -11,6 +11,7 @@
 
 #include <cstdint>
 
+#include "division.cuh"
 #include "hopper/pipeline.cuh"
 #include "hopper/ptx.cuh"
 #include "hopper/shape.cuh"
@@ -32,20 +33,21 @@ __device__ __forceinline__ float sum_of_lanes(float x) {
 template <typename Shape>
 class TileScheduler {
  public:
-  __device__ __forceinline__ explicit TileScheduler(const HopperPrefillParams& params)
-      : params_(params.attention), is_causal_(params.is_causal != 0) {}
+  /// `maxima` is in shared memory, because the warp has few registers.
+  __device__ __forceinline__ TileScheduler(const HopperPrefillParams& params, StartMaxima& maxima)
+      : params_(params.attention), heads_(params.packs), is_causal_(params.is_causal != 0), maxima_(maxima) {}
 
   /// Reads the metadata of the first sequences.
   __device__ __forceinline__ void begin() {
     num_seqs_ = live_sequences(params_);
-    maxima_ = kStartsAscend;
+    write_maxima(kStartsAscend);
     before_ = 0;
     load_sequences(0);
   }
 
   /// Writes tile `index` to `to`; past the last tile, one with num_rows = kNoRows. The CTAs of a cluster have the
   /// same index and adjacent rows.
-  __device__ __forceinline__ void locate(uint32_t index, int32_t packs_per_kv_head, PrefillTile& to) {
+  __device__ __forceinline__ void locate(uint32_t index, PrefillTile& to) {
     while (index - before_ >= num_tiles() && first_ + 32 < num_seqs_) {
       before_ += num_tiles();
       load_sequences(first_ + 32);
@@ -56,15 +58,13 @@ class TileScheduler {
       return;
     }
     if (kKeepsSequencesTogether && !is_causal_) {
-      locate_in_sequences(index, packs_per_kv_head, to);
+      locate_in_sequences(index, to);
     } else {
-      locate_in_groups(index, packs_per_kv_head, to);
+      locate_in_groups(index, to);
     }
   }
 
  private:
-  /// Rows of all CTAs of the cluster.
-  static constexpr int kRows = Shape::kClusterSize * Shape::kRows;
   /// Whether a sequence's heads follow each other, because rows of K, V and O of adjacent heads are adjacent in DRAM: 1
   /// to 3 % faster. At smaller D it gains nothing, and the load warps have too few registers for it.
   static constexpr bool kKeepsSequencesTogether = Shape::kHeadDim >= 128;
@@ -81,7 +81,12 @@ class TileScheduler {
     // Starts that ascend so far are at least as large as all starts before them, so their running maximum is not
     // needed.
     const bool ascend = __all_sync(~0u, b >= num_seqs_ || metadata.ascends(params_, 0)) != 0;
-    if (__builtin_expect(!ascend || !starts_ascend(maxima_), false)) metadata.ascend(params_, maxima_);
+    StartMaxima maxima = maxima_;
+    if (__builtin_expect(!ascend || !starts_ascend(maxima), false)) {
+      metadata.ascend(params_, maxima);
+      __syncwarp();
+      write_maxima(maxima);
+    }
     sequence_ = metadata.sequence(params_, 0, b);
     const bool is_selected =
         b < num_seqs_ && sequence_.len_q >= params_.min_queries && sequence_.len_q <= params_.max_queries;
@@ -89,7 +94,7 @@ class TileScheduler {
     first_level_ = 0;
     if (is_causal_ && is_selected) {
       const int32_t shift = Visibility::shift_of(params_, sequence_);
-      first_level_ = clamp(shift, 0, sequence_.len_k) / (kRows / params_.group);
+      first_level_ = divide(clamp(shift, 0, sequence_.len_k), params_.tile_queries);
     }
     tiles_per_head_ = __reduce_add_sync(~0u, tiles_of_sequence());
     if (is_causal_) {
@@ -100,6 +105,10 @@ class TileScheduler {
     } else {
       first_level_ = sum_up_to_this_lane(tiles_of_sequence()) - tiles_of_sequence();
     }
+  }
+  __device__ __forceinline__ void write_maxima(StartMaxima maxima) {
+    if (threadIdx.x % 32 == 0) maxima_ = maxima;
+    __syncwarp();
   }
   /// Chooses the groups of these sequences. A group is large enough that its longest tiles fill kWaves waves of CTAs,
   /// which keeps the tail short, but no larger than leaves kSharing CTAs at work on the same keys at the same time,
@@ -123,8 +132,8 @@ class TileScheduler {
     if constexpr (kKeepsSequencesTogether) has_seq_groups_ = have_equal_lengths(all_seqs, is_selected) && seqs >= 1.0f;
     const uint32_t all = has_seq_groups_ ? all_seqs : all_heads;
     const uint32_t groups = max(static_cast<uint32_t>(__fdividef(all, has_seq_groups_ ? seqs : heads)), 1u);
-    group_size_ = (all + groups - 1) / groups;
-    first_group_size_ = all - (all - 1) / group_size_ * group_size_;
+    group_size_ = divide_mostly_small(all + groups - 1, groups);
+    first_group_size_ = all - divide_mostly_small(all - 1, group_size_) * group_size_;
   }
 
   /// Whether the first `count` lanes have selected sequences of the same lengths.
@@ -136,7 +145,7 @@ class TileScheduler {
 
   /// Tiles of this lane's sequence in each head. Not held in a register: the warp has few.
   __device__ __forceinline__ int32_t tiles_of_sequence() const {
-    return (sequence_.len_q * params_.group + kRows - 1) / kRows;
+    return divide(sequence_.len_q + params_.tile_queries.divisor - 1, params_.tile_queries);
   }
   /// They have the levels first_level_ + 1 to end_level(), in the order of their rows.
   __device__ __forceinline__ int32_t end_level() const { return first_level_ + tiles_of_sequence(); }
@@ -146,39 +155,37 @@ class TileScheduler {
   }
 
   /// Locates tile `index` in the groups.
-  __device__ __forceinline__ void locate_in_groups(uint32_t index, int32_t packs_per_kv_head, PrefillTile& to) const {
-    const uint32_t heads = params_.num_kv_heads, seqs = min(num_seqs_ - first_, 32);
-    // Tiles of a head, or of a sequence.
-    const uint32_t tiles = has_seq_groups_ ? num_tiles() / seqs : tiles_per_head_;
+  __device__ __forceinline__ void locate_in_groups(uint32_t index, PrefillTile& to) const {
+    const uint32_t heads = params_.num_kv_heads;
+    // Tiles of a head, or of a sequence, of which all have as many as the first one.
+    const uint32_t tiles = has_seq_groups_ ? heads * __shfl_sync(~0u, tiles_of_sequence(), 0) : tiles_per_head_;
     const uint32_t missing = group_size_ - first_group_size_;
-    const uint32_t group = (index + missing * tiles) / (group_size_ * tiles);
+    const uint32_t group = divide_mostly_small(index + missing * tiles, group_size_ * tiles);
     const uint32_t first = group == 0 ? 0 : group * group_size_ - missing;
     const uint32_t size = group == 0 ? first_group_size_ : group_size_;
     const uint32_t in_group = index - first * tiles;
     if (has_seq_groups_) {
-      const uint32_t steps = in_group / (size * heads), in_level = in_group - steps * size * heads;
-      const uint32_t seq = in_level / heads;
+      const uint32_t steps = divide_mostly_small(in_group, size * heads), in_level = in_group - steps * size * heads;
+      const uint32_t seq = divide(in_level, heads_);
       if (threadIdx.x % 32 == first + seq) {
-        write(tiles_of_sequence() - 1 - steps, in_level - seq * heads, packs_per_kv_head, to);
+        write(tiles_of_sequence() - 1 - steps, in_level - seq * heads, to);
       }
     } else {
-      const uint32_t in_head = in_group / size;
-      locate_in_head(in_head, first + in_group - in_head * size, packs_per_kv_head, to);
+      const uint32_t in_head = divide_mostly_small(in_group, size);
+      locate_in_head(in_head, first + in_group - in_head * size, to);
     }
   }
   /// Locates tile `index` without a causal mask: one sequence after the other, and in it one head after the other.
-  __device__ __forceinline__ void locate_in_sequences(uint32_t index, int32_t packs_per_kv_head,
-                                                      PrefillTile& to) const {
+  __device__ __forceinline__ void locate_in_sequences(uint32_t index, PrefillTile& to) const {
     const uint32_t tiles = tiles_of_sequence(), in_sequence = index - first_level_ * params_.num_kv_heads;
     if (in_sequence >= tiles * params_.num_kv_heads) return;
-    const uint32_t head = in_sequence / tiles;
-    write(tiles - 1 - (in_sequence - head * tiles), head, packs_per_kv_head, to);
+    const uint32_t head = divide_mostly_small(in_sequence, tiles);
+    write(tiles - 1 - (in_sequence - head * tiles), head, to);
   }
 
   /// Locates tile `index` of a head. A level holds at most one tile of each sequence; under a causal mask those end at
   /// about the same number of keys. Levels descend, and sequences ascend within a level.
-  __device__ __forceinline__ void locate_in_head(uint32_t index, int32_t head, int32_t packs_per_kv_head,
-                                                 PrefillTile& to) const {
+  __device__ __forceinline__ void locate_in_head(uint32_t index, int32_t head, PrefillTile& to) const {
     int32_t level = __reduce_max_sync(~0u, end_level());
     uint32_t has_level = 0;
 #pragma unroll 1
@@ -192,42 +199,44 @@ class TileScheduler {
       index -= tiles;
       level = lower;
     }
-    const uint32_t count = __popc(has_level), steps = index / count;
+    const uint32_t count = __popc(has_level), steps = divide_mostly_small(index, count);
     level -= steps;
     // The lane whose sequence has this rank among those with the level writes the tile.
-    const uint32_t lane = threadIdx.x % 32;
-    const int32_t rank = __popc(has_level & ((1u << lane) - 1));
-    if ((has_level >> lane & 1) != 0 && rank == static_cast<int32_t>(index - steps * count)) {
-      write(level - 1 - first_level_, head, packs_per_kv_head, to);
+    const uint32_t rank = __popc(has_level & ptx::lower_lanes());
+    if ((has_level & ptx::this_lane()) != 0 && rank == index - steps * count) {
+      write(level - 1 - first_level_, head, to);
     }
   }
 
   /// Writes tile `index` of this lane's sequence.
-  __device__ __forceinline__ void write(int32_t index, int32_t head, int32_t packs_per_kv_head, PrefillTile& to) const {
-    QoTile tile = sequence_;
-    tile.first_row = index * kRows;
-    tile.num_rows = min(kRows, tile.len_q * params_.group - tile.first_row);
-    const KeyRange keys = visible_keys(params_, tile);
-    if constexpr (Shape::kClusterSize > 1) {
-      const int32_t first = blockIdx.y * Shape::kRows;
-      tile.first_row += first;
-      tile.num_rows = clamp(tile.num_rows - first, 0, Shape::kRows);
-    }
-    to.work.tile = tile;
-    to.work.keys = keys;
-    to.work.kv_head = head;
-    const Visibility visibility(params_, tile);
-    to.shift = visibility.shift;
+  __device__ __forceinline__ void write(int32_t index, int32_t head, PrefillTile& to) const {
+    int32_t first_query = index * params_.tile_queries.divisor;
+    int32_t queries = min(params_.tile_queries.divisor, sequence_.len_q - first_query);
+    const Visibility visibility(params_, sequence_);
     to.visible_begin = visibility.begin(0);
-    to.visible_end = visibility.end(tile.len_q - 1);
+    to.visible_end = visibility.end(sequence_.len_q - 1);
+    const KeyRange keys = visible_keys(visibility, first_query, first_query + queries - 1);
+    to.work.keys = keys;
     to.first_block = keys.begin / Shape::kKeys;
     to.end_block = (keys.end + Shape::kKeys - 1) / Shape::kKeys;
+    if constexpr (Shape::kClusterSize > 1) {
+      const int32_t own = params_.tile_queries.divisor / Shape::kClusterSize, skipped = blockIdx.y * own;
+      first_query += skipped;
+      queries = clamp(queries - skipped, 0, own);
+    }
+    to.shift = visibility.shift + first_query;
+    to.work.kv_head = head;
+    to.work.tile = sequence_;
+    to.work.tile.first_token += first_query;
+    to.work.tile.first_row = 0;
+    to.work.tile.num_rows = queries * params_.group;
   }
 
   const AttentionParams& params_;
+  const IndexDivisor& heads_;  // of all packs
   const bool is_causal_;
+  StartMaxima& maxima_;  // of these sequences and those before
   int32_t num_seqs_;
-  StartMaxima maxima_;  // of these sequences and those before
   int32_t first_;
   uint32_t before_;          // tiles of the sequences before first_
   uint32_t tiles_per_head_;  // of these sequences
@@ -260,10 +269,8 @@ __device__ __forceinline__ void set_warpgroup_blocks(const HopperPrefillParams& 
   const int32_t warpgroup = threadIdx.x % 32, num_rows = tile.work.tile.num_rows;
   if (64 * warpgroup >= min(num_rows, Shape::kRows)) return;
   const Visibility visibility(params.attention, tile.work.tile, tile.shift);
-  const int32_t first_row = tile.work.tile.first_row + 64 * warpgroup;
-  const int32_t last_row = min(first_row + 63, tile.work.tile.first_row + num_rows - 1);
-  const int32_t begin = visibility.begin(first_row >> params.group_log2);
-  const int32_t end = visibility.end(last_row >> params.group_log2);
+  const int32_t begin = visibility.begin(query_of_row(params, 64 * warpgroup));
+  const int32_t end = visibility.end(query_of_row(params, min(64 * warpgroup + 63, num_rows - 1)));
   tile.warpgroup_first_block[warpgroup] = begin < end ? begin / Shape::kKeys : tile.first_block;
   tile.warpgroup_end_block[warpgroup] = begin < end ? (end + Shape::kKeys - 1) / Shape::kKeys : tile.first_block;
 }
@@ -309,7 +316,7 @@ __device__ __forceinline__ void schedule_tiles(const HopperPrefillParams& params
       }
     }
     typename Shape::Tile& tile = pipeline.tile(state);
-    scheduler.locate(index, params.packs_per_kv_head, tile);
+    scheduler.locate(index, tile);
     __syncwarp();
     rows = tile.work.tile.num_rows;
     if constexpr (Shape::kHasWarpgroupBlocks) {
@@ -317,7 +324,7 @@ __device__ __forceinline__ void schedule_tiles(const HopperPrefillParams& params
       __syncwarp();
     }
     if (threadIdx.x % 32 == 0) {
-      const int32_t kv_head = tile.work.kv_head / params.packs_per_kv_head;
+      const int32_t kv_head = divide(tile.work.kv_head, params.packs_per_kv_head);
       tile.work.score_factor = rows > kNoRows ? LogitsTransform::factor(params.attention, kv_head) : 0.0f;
       tile.value_factor =
           rows > kNoRows ? params.attention.value_factor * scale_of(params.attention.v_scale, kv_head) : 0.0f;
@@ -333,7 +340,7 @@ __device__ __forceinline__ void schedule_tiles(const HopperPrefillParams& params
 template <typename Shape, typename LogitsTransform>
 __device__ __forceinline__ void schedule_tiles(const HopperPrefillParams& params, const Pipeline<Shape>& pipeline,
                                                const InitialTiles& initial) {
-  TileScheduler<Shape> scheduler(params);
+  TileScheduler<Shape> scheduler(params, pipeline.tile(PipelineState<2>(0)).work.maxima);
   scheduler.begin();
   schedule_tiles<Shape, LogitsTransform>(params, pipeline, initial, scheduler);
 }

@@ -11,6 +11,7 @@
 #include <type_traits>
 
 #include "hopper/swizzle_atom.cuh"
+#include "logits_transform.cuh"
 #include "params/hopper_prefill.cuh"
 #include "tiles/hopper_prefill.cuh"
 #include "work_range.cuh"
@@ -21,10 +22,12 @@ namespace xa::hopper {
 /// K and V are packed rows [Tk, Hkv, D], or pages of tokens.
 enum class Storage { contiguous, paged };
 
-/// A work tile, which the scheduler warp leaves in shared memory for the other warps.
+/// A work tile, which the scheduler warp leaves in shared memory for the other warps. Its queries are numbered from its
+/// own first one on: `first_token` is the row of q of that one, and `first_row` is 0. What is read from here is not
+/// kept in a register during the loop over blocks.
 struct PrefillTile {
   WorkTile work;
-  int32_t shift;          // Visibility::shift, which takes a branch and a load that each masked block would wait for
+  int32_t shift;          // query i of the tile is at the position of key i + shift
   int32_t visible_begin;  // [visible_begin, visible_end): keys that some query of the sequence attends to. Memory
   int32_t visible_end;    // outside may hold NaN.
   int32_t first_block;    // [first_block, end_block): blocks that some row of the tile attends to
@@ -146,6 +149,22 @@ struct PrefillShape : Config {
                     65536 / Config::kCtasPerSm / kThreads / 8 * 8 * kThreads,
                 "setmaxnreg redistributes the registers that the CTA was launched with");
   static_assert(Config::kKeys % 16 == 0 && kHeadDim % 32 == 0 && kValueDim % 32 == 0);
+};
+
+/// The query of row `row` of a tile, numbered from the tile's first query on.
+__device__ __forceinline__ int32_t query_of_row(const HopperPrefillParams& params, uint32_t row) {
+  return row * params.group_reciprocal >> 16;
+}
+
+/// Finds the query head and the position of a row of a tile.
+struct FindRow {
+  const HopperPrefillParams& params;
+  const PrefillTile& tile;
+
+  __device__ __forceinline__ RowPosition operator()(int32_t row) const {
+    const int32_t query = query_of_row(params, row);
+    return {tile.work.kv_head * params.group_heads + row - query * params.attention.group, query + tile.shift};
+  }
 };
 
 /// Whether O of the call is staged in V. Without a causal mask that was slower than stores row by row, by 3 % (D 192,

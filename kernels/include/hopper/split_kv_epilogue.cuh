@@ -13,7 +13,7 @@
 
 namespace xa::hopper {
 
-/// Stores a warp's 16 rows from `first_row` on. Rows of padding heads are not stored.
+/// Stores a warp's 16 rows from `first_row` on.
 template <typename Shape, typename T>
 class SplitKvEpilogue {
   using State = OnlineSoftmax<Shape::kValueDim / 8>;
@@ -29,12 +29,12 @@ class SplitKvEpilogue {
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
       const int32_t row = first_row_ + 8 * half + static_cast<int32_t>(threadIdx.x % 32 / 4);
-      const int32_t head = row & (prefill_.attention.group - 1);
-      if (row >= tile_.work.tile.num_rows || head >= prefill_.group_heads) continue;
+      if (row >= tile_.work.tile.num_rows) continue;
       if (tile_.partial_row >= 0) {
-        store_partial(state, half, (row >> prefill_.group_log2) * prefill_.group_heads + head);
+        store_partial(state, half, row);
       } else {
-        store_final(state, half, (tile_.work.tile.first_row + row) >> prefill_.group_log2, head);
+        const int32_t query = query_of_row(prefill_, row);
+        store_final(state, half, query, row - query * prefill_.attention.group);
       }
     }
   }
@@ -55,7 +55,7 @@ class SplitKvEpilogue {
   __device__ __forceinline__ void store_final(const State& state, int half, int32_t query,
                                               int32_t head_in_group) const {
     const AttentionParams& params = prefill_.attention;
-    const int32_t head = tile_.work.kv_head * prefill_.group_heads + head_in_group;
+    const int32_t head = tile_.work.kv_head * params.group + head_in_group;
     const int32_t token = tile_.work.tile.first_token + query;
     const float sink = params.sinks == nullptr ? -INFINITY : __ldg(params.sinks + head);
     const RowResult result = finish_row(state.max[half], state.sum[half], 1.0f, sink, tile_.value_factor);

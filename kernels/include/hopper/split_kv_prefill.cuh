@@ -39,7 +39,10 @@ __device__ __forceinline__ void schedule_work_range(const HopperPrefillParams& p
       SplitKvTile& tile = pipeline.tile(state);
       tile.work = work;
       const Visibility visibility(attention, work.tile);
-      tile.shift = visibility.shift;
+      const int32_t first_query = work.tile.first_row / attention.group;
+      tile.work.tile.first_token += first_query;
+      tile.work.tile.first_row = 0;
+      tile.shift = visibility.shift + first_query;
       tile.visible_begin = visibility.begin(0);
       tile.visible_end = visibility.end(work.tile.len_q - 1);
       tile.first_block = work.keys.begin / Shape::kKeys;
@@ -50,17 +53,6 @@ __device__ __forceinline__ void schedule_work_range(const HopperPrefillParams& p
     }
     __syncwarp();
   }
-}
-
-/// Describes the split tile in whose middle the work range starts to the combine kernel, which knows no padding heads.
-template <typename Shape>
-__device__ __forceinline__ void store_unpadded_split_record(const HopperPrefillParams& prefill, const WorkTile& work,
-                                                            WorkRange& range, int32_t range_index) {
-  if (threadIdx.x != 0) return;
-  QoTile& tile = range.start_split.tile;
-  tile.first_row = (tile.first_row >> prefill.group_log2) * prefill.group_heads;
-  tile.num_rows = (tile.num_rows >> prefill.group_log2) * prefill.group_heads;
-  store_split_record<Shape::kRows>(prefill.attention, work, range, range_index);
 }
 
 /// Computes the CTA's work range of KV head blockIdx.x % Hkv. Every thread of the CTA calls this, and the kernel must
@@ -99,12 +91,12 @@ __device__ __forceinline__ void split_kv(const HopperPrefillParams& prefill, uin
   } else {
     ptx::warpgroup_reg_alloc<Shape::kRegisters>();
     // While the first blocks are on their way.
-    store_unpadded_split_record<Shape>(prefill, work, range, index.index);
+    store_split_record<Shape::kRows>(attention, work, range, index.index);
     __syncwarp();
     compute_tiles<Shape, T, LogitsTransform>(prefill, pipeline);
     if (attention.clears_padding_rows == 0) return;
-    clear_padding_rows<T, Shape::kComputeThreads>(attention, attention.num_kv_heads * prefill.group_heads,
-                                                  starts_ascend(work.maxima), range.live, blockIdx.x, gridDim.x);
+    clear_padding_rows<T, Shape::kComputeThreads>(attention, starts_ascend(work.maxima), range.live, blockIdx.x,
+                                                  gridDim.x);
   }
 }
 

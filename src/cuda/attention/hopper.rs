@@ -1,6 +1,5 @@
 //! Prefill on Hopper: which calls its kernels take, and their parameters.
 
-mod page_divisor;
 #[cfg(test)]
 pub(super) mod tests;
 mod tiles;
@@ -12,7 +11,8 @@ use crate::cuda::device::Device;
 use crate::cuda::enqueue::{LaunchAttributes, LaunchConfig};
 use crate::cuda::kernel_launch::NEXT_TILE_BYTES;
 use crate::cuda::params::attention::AttentionParams;
-use crate::cuda::params::hopper_prefill::{HopperPrefillParams, PageDivisor};
+use crate::cuda::params::divisor::IndexDivisor;
+use crate::cuda::params::hopper_prefill::HopperPrefillParams;
 use crate::cuda::tensor_map::{Axis, L2Promotion, TensorMap, supports_tma};
 use crate::cuda::tiles::{HOPPER_PREFILL, HopperPrefillTile};
 use crate::cuda::variants;
@@ -35,22 +35,22 @@ const ATOM_ROWS: i64 = 8;
 /// Rows of a warp, which one TMA store writes.
 const WARP_ROWS: i64 = 16;
 
-/// The most query heads of a pack: a tile then has the rows of two queries.
-pub(super) const LARGEST_PACK: i64 = 64;
-
-/// Padding heads must save this percentage of the tiles.
-const TILES_SAVED_PERCENT: i64 = 15;
-
 /// Query heads per KV head with padding heads.
 pub(super) fn padded_group(group: i64) -> i64 {
     group.unsigned_abs().next_power_of_two() as i64
 }
 
+/// The most query heads of a pack: a tile then has the rows of two queries.
+pub(super) const LARGEST_PACK: i64 = 64;
+
+/// Another packing must save this percentage of the rows.
+const ROWS_SAVED_PERCENT: u64 = 15;
+
 /// How the kernel computes a call: its tile shape and how it packs query heads.
 #[derive(Clone, Copy)]
 pub(super) struct HopperPrefill {
     pub(super) tile: &'static HopperPrefillTile,
-    /// `PackGQA`: query heads whose rows share a tile, a power of two. Padding heads count.
+    /// `PackGQA`: rows of a query in a tile. The query heads of a KV head, with or without padding heads, or a power of two of them.
     pub(super) pack_gqa: i64,
     /// Number of such packs per KV head.
     pub(super) packs_per_kv_head: i64,
@@ -89,7 +89,13 @@ impl HopperPrefill {
         };
         let pack_gqa = (group & -group).min(LARGEST_PACK);
         let exact = with_packs(pack_gqa, group / pack_gqa)?;
-        let prefill = if exact.is_better_padded(problem) { with_packs(padded_group(group), 1)? } else { exact };
+        let mut prefill = exact;
+        for rows in exact.rows_of_whole_groups(problem) {
+            let whole = with_packs(rows, 1)?;
+            if whole.saves_rows(&prefill, problem) {
+                prefill = whole;
+            }
+        }
         // A per-head v_scale with several packs per KV head is left to the portable kernels.
         let scales_values_by_head = problem.v_scale.is_some_and(|scale| scale.per_head);
         let loads = prefill.is_f32()
@@ -99,20 +105,36 @@ impl HopperPrefill {
         fits.then_some(prefill)
     }
 
-    /// Whether one pack per KV head, with padding heads, has fewer tiles than several packs, by [`TILES_SAVED_PERCENT`], in a call
-    /// whose sequences have all as many queries as the longest one, or as the average one if the caller does not say. 7 query heads of
-    /// 64 queries are 7 half-empty tiles, or 4 full ones with the rows of an eighth head.
-    fn is_better_padded(&self, problem: &Attention) -> bool {
-        let longest = longest_or_mean_queries(problem);
-        let tile_rows = self.tile.rows();
-        let tiles = |pack: i64| (longest.saturating_mul(pack) + tile_rows - 1) / tile_rows;
-        let padded = padded_group(self.pack_gqa * self.packs_per_kv_head);
-        padded <= LARGEST_PACK
-            && tiles(padded).saturating_mul(100 + TILES_SAVED_PERCENT)
-                <= tiles(self.pack_gqa).saturating_mul(100 * self.packs_per_kv_head)
-            && self.tile.bytes == 2
-            && !transforms_logits(problem)
-            && !problem.batch_invariant
+    /// Rows per query of one pack per KV head, if there are several packs: with padding heads, whose rows are TMA boxes of out, and
+    /// without.
+    fn rows_of_whole_groups(&self, problem: &Attention) -> Vec<i64> {
+        let group = self.pack_gqa * self.packs_per_kv_head;
+        let padded = padded_group(group);
+        let pads = self.tile.bytes == 2 && !transforms_logits(problem);
+        let rows = [pads.then_some(padded), Some(group)].into_iter().flatten();
+        rows.filter(|rows| self.packs_per_kv_head > 1 && *rows <= LARGEST_PACK && !problem.batch_invariant).collect()
+    }
+
+    /// Whether a call computes fewer rows than packed as `other`, by [`ROWS_SAVED_PERCENT`], if its sequences have all as many queries
+    /// as the longest one, or as the average one if the caller does not say. 64 queries of 7 heads are 7 half-empty tiles, or 4 of the
+    /// rows of 8 heads; of 5 heads, 5 tiles, 4, or 3 of 25 queries each.
+    fn saves_rows(&self, other: &Self, problem: &Attention) -> bool {
+        let longest = longest_or_mean_queries(problem).unsigned_abs();
+        let rows = |prefill: &Self| {
+            let tiles = longest.div_ceil(prefill.queries_per_tile().unsigned_abs());
+            tiles.saturating_mul((prefill.packs_per_kv_head * prefill.tile.rows()).unsigned_abs())
+        };
+        rows(self).saturating_mul(100 + ROWS_SAVED_PERCENT) <= rows(other).saturating_mul(100)
+    }
+
+    /// Queries of a CTA's tile, which has whole queries.
+    pub(super) fn queries_per_tile(&self) -> i64 {
+        self.tile.rows() / self.pack_gqa
+    }
+
+    /// Queries of the tiles of a cluster's CTAs.
+    fn queries_per_cluster(&self) -> i64 {
+        self.queries_per_tile() * i64::from(self.tile.ctas_per_cluster())
     }
 
     /// Whether prefill computes the short sequences too, which saves decode's launches. If sequences are long on average, or the
@@ -135,9 +157,8 @@ impl HopperPrefill {
     }
 
     /// Maximum number of tiles per KV head that `sequences` sequences of the call have; a cluster's tiles count as one.
-    fn max_tiles(&self, call: &Call, sequences: i64) -> i64 {
-        let rows = self.tile.rows() * i64::from(self.tile.ctas_per_cluster());
-        max_tiles(call.rows() * self.pack_gqa, rows, sequences)
+    pub(super) fn max_tiles(&self, call: &Call, sequences: i64) -> i64 {
+        max_tiles(call.rows(), self.queries_per_cluster(), sequences)
     }
 
     /// The launch for sequences of at most `tiles` tiles per KV head, with the portable kernel's parameter for them.
@@ -237,36 +258,36 @@ impl HopperPrefill {
         ATOM_ROWS * (both & -both)
     }
 
+    /// Whether a box of q has one atom column: columns are clipped, or the box has fewer rows than the tile, whose next atom column
+    /// is further away.
+    fn query_boxes_are_columns(&self, problem: &Attention) -> bool {
+        self.clips_columns(problem) || self.queries_per_tile() * self.pack_gqa < self.tile.rows()
+    }
+
     pub(super) fn query_axes(&self, problem: &Attention) -> [Axis; 5] {
-        self.row_axes(problem, &problem.q, problem.head_dim, self.tile.rows())
+        let are_columns = self.query_boxes_are_columns(problem);
+        self.row_axes(problem, &problem.q, problem.head_dim, self.queries_per_tile(), are_columns)
     }
 
     fn out_axes(&self, problem: &Attention) -> [Axis; 5] {
-        let mut axes = self.row_axes(problem, &problem.out, problem.value_dim, WARP_ROWS);
+        let queries = WARP_ROWS / self.pack_gqa;
+        let mut axes = self.row_axes(problem, &problem.out, problem.value_dim, queries, self.clips_columns(problem));
         if self.tile.stages_out_by_atom_column() {
             axes[4].box_len = 1;
         }
         axes
     }
 
-    /// The axes of `dim` columns of a head: those of an atom row, and the atom columns, all of them in a box. Clipped, the
-    /// first axis has all columns of the head, and a box has one atom column.
-    fn column_axes(&self, problem: &Attention, dim: usize, atom_row: i64) -> [Axis; 2] {
-        let dim = dim as i64;
-        let (len, atom_columns) = if self.clips_columns(problem) { (dim, 1) } else { (atom_row, dim / atom_row) };
-        [Axis { len, stride: 1, box_len: atom_row }, axis(atom_columns, atom_row, atom_columns)]
-    }
-
-    /// Axes of q or out as `[atom column, token, pack, head of the pack, column]`, the innermost first. A box is `rows` packed
-    /// rows.
-    fn row_axes(&self, problem: &Attention, tensor: &Tensor, dim: usize, rows: i64) -> [Axis; 5] {
-        let [element, atom_columns] = self.column_axes(problem, dim, self.tile.atom_row(tensor.dtype.size()));
+    /// Axes of q or out as `[atom column, token, pack, head of the pack, column]`, the innermost first. A box is `queries` packed
+    /// queries, with all atom columns or with one.
+    fn row_axes(&self, problem: &Attention, tensor: &Tensor, dim: usize, queries: i64, are_columns: bool) -> [Axis; 5] {
+        let [element, atom_columns] = column_axes(dim, self.tile.atom_row(tensor.dtype.size()), are_columns);
         let heads = self.heads_per_pack(problem);
         [
             element,
             axis(heads, tensor.stride(1), self.pack_gqa),
             axis(self.num_packs(problem), heads * tensor.stride(1), 1),
-            axis(problem.num_rows as i64, tensor.stride(0), rows / self.pack_gqa),
+            axis(problem.num_rows as i64, tensor.stride(0), queries),
             atom_columns,
         ]
     }
@@ -276,7 +297,7 @@ impl HopperPrefill {
     /// `[page, row group, head, token of the row group, column]`. A box is `keys` keys of a head.
     fn key_axes(&self, problem: &Attention, view: &KvView, dim: usize, keys: i64) -> [Axis; 5] {
         let (heads, atom_row) = (problem.num_kv_heads as i64, self.tile.kv_atom_row());
-        let [element, atom_columns] = self.column_axes(problem, dim, atom_row);
+        let [element, atom_columns] = column_axes(dim, atom_row, self.clips_columns(problem));
         match problem.keys.storage {
             KeyStorage::Contiguous { total } => [
                 element,
@@ -345,12 +366,12 @@ impl PrefillParameter<'_> {
         }
         let rows =
             |tensor: &Tensor, axes: &[Axis]| TensorMap::new(tensor.dtype, tensor.data, axes, L2Promotion::Bytes256);
-        // f32 O of 16-bit queries, and O with more heads per pack_gqa than rows per warp, is stored row by row, and so are the
-        // partials of split keys.
+        // f32 O of 16-bit queries, and O of warps whose rows are not whole queries, is stored row by row, and so are the partials
+        // of split keys.
         let out_axes = prefill.out_axes(problem);
         let stores_by_tma = attention.widens_out == 0
             && !prefill.tile.splits_keys
-            && prefill.pack_gqa <= WARP_ROWS
+            && WARP_ROWS % prefill.pack_gqa == 0
             && supports_tma(problem.out.dtype, problem.out.data, &out_axes);
         let q = rows(&problem.q, &prefill.query_axes(problem))?;
         self.params_with(q, stores_by_tma.then(|| rows(&problem.out, &out_axes)).transpose()?)
@@ -375,7 +396,11 @@ impl PrefillParameter<'_> {
             step => (step / prefill.tile.kv_atom_row()) as i32,
         };
         Ok(HopperPrefillParams {
-            attention: attention.with_packs(prefill.pack_gqa, prefill.num_packs(problem)),
+            attention: attention.with_packs(
+                prefill.pack_gqa,
+                prefill.num_packs(problem),
+                prefill.queries_per_cluster(),
+            ),
             q,
             k: keys(&problem.k, problem.head_dim)?,
             v: keys(&problem.v, problem.value_dim)?,
@@ -383,14 +408,19 @@ impl PrefillParameter<'_> {
             out: out.unwrap_or(TensorMap::NONE),
             next_tile: next_tile.cast(),
             is_causal: i32::from(score.window_left < 0 && score.window_right >= 0),
-            packs_per_kv_head: prefill.packs_per_kv_head as i32,
             box_row_groups: if by_tma && is_paged { (prefill.keys_per_box(problem) / ATOM_ROWS) as i32 } else { 0 },
             k_head_atom_columns: head_atom_columns(&problem.k),
             v_head_atom_columns: head_atom_columns(&problem.v),
-            group_log2: prefill.pack_gqa.trailing_zeros() as i32,
+            group_reciprocal: (1u32 << 16).div_ceil(prefill.pack_gqa as u32),
             group_heads: prefill.heads_per_pack(problem) as i32,
+            query_boxes_are_columns: i32::from(prefill.query_boxes_are_columns(problem)),
             clips_columns: i32::from(clips_columns),
-            page_divisor: PageDivisor::of(&problem.keys.storage),
+            packs: IndexDivisor::of(prefill.num_packs(problem) as u64),
+            packs_per_kv_head: IndexDivisor::of(prefill.packs_per_kv_head as u64),
+            page_divisor: IndexDivisor::of(match problem.keys.storage {
+                KeyStorage::Contiguous { .. } => 1,
+                KeyStorage::Paged(table) => table.page_size as u64,
+            }),
         })
     }
 }
@@ -415,6 +445,14 @@ pub(super) fn loads_kv_by_cp_async(problem: &Attention) -> bool {
         are_chunks && last / i128::from(CHUNK) <= i128::from(u32::MAX)
     };
     table.num_pages > 0 && [problem.k, problem.v].iter().all(can_number)
+}
+
+/// The axes of `dim` columns of a head: those of an atom row, and the atom columns, all of them in a box. Or the first axis has
+/// all columns of the head, and a box has one atom column.
+fn column_axes(dim: usize, atom_row: i64, are_columns: bool) -> [Axis; 2] {
+    let dim = dim as i64;
+    let (len, atom_columns) = if are_columns { (dim, 1) } else { (atom_row, dim / atom_row) };
+    [Axis { len, stride: 1, box_len: atom_row }, axis(atom_columns, atom_row, atom_columns)]
 }
 
 /// The stride of an axis with several entries, else 0.

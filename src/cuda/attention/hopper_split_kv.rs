@@ -3,7 +3,7 @@
 use super::decode;
 use super::hopper::{HopperPrefill, LARGEST_PACK, PrefillParameter, loads_kv_by_cp_async, padded_group};
 use super::split::{KvSplit, WorkUnit};
-use super::{Call, Launch, Launches, Parameter, UNLIMITED, longest_or_mean_queries, max_tiles};
+use super::{Call, Launch, Launches, Parameter, UNLIMITED, longest_or_mean_queries};
 use crate::cuda::device::Device;
 use crate::cuda::enqueue::LaunchConfig;
 use crate::cuda::params::attention::AttentionParams;
@@ -25,13 +25,13 @@ const KEYS_PER_QUERY: i64 = 8;
 pub(super) fn launches<'c>(call: &Call<'c>) -> Result<Option<Launches<'c>>> {
     let Call { problem, device, .. } = call;
     let Some(prefill) = kernel_for(problem, device) else { return Ok(None) };
-    let tiles = max_tiles(call.rows() * prefill.pack_gqa, prefill.tile.rows(), call.seqs().min(call.rows()));
+    let tiles = prefill.max_tiles(call, call.seqs().min(call.rows()));
     let unit = WorkUnit { rows: prefill.tile.rows(), chunk_keys: i64::from(prefill.tile.keys), log2_unit: 1.0 };
     let split = KvSplit::of_units(problem, unit, tiles, UNLIMITED, i64::from(device.sms), 0);
     let queries = (call.rows() + call.seqs() - 1) / call.seqs().max(1);
     // Without the memory for its partials, this kernel leaves SMs idle as others do. There are none if no tile is long enough
     // to be split; it is then faster only for sequences of one tile.
-    let needs_partials = split.may_split || queries * prefill.pack_gqa > prefill.tile.rows();
+    let needs_partials = split.may_split || queries > prefill.queries_per_tile();
     if needs_partials && i64::from(split.partial.num_ranges) < split.ranges {
         return Ok(None);
     }
@@ -45,7 +45,7 @@ pub(super) fn launches<'c>(call: &Call<'c>) -> Result<Option<Launches<'c>>> {
     Ok(Some(Launches { list, store_new_tokens: false }))
 }
 
-/// The kernel's tile and its packing of query heads, padding heads included, for the calls that it takes.
+/// The kernel's tile, with all query heads of a KV head, for the calls that it takes.
 fn kernel_for(problem: &Attention, device: &Device) -> Option<HopperPrefill> {
     let tiles = HOPPER_PREFILL.iter().filter(|tile| tile.splits_keys && tile.serves(problem));
     let tile = tiles.min_by_key(|tile| tile.columns())?;
@@ -53,22 +53,23 @@ fn kernel_for(problem: &Attention, device: &Device) -> Option<HopperPrefill> {
     if problem.batch_invariant || group > LARGEST_PACK as usize || problem.num_kv_heads > device.sms as usize {
         return None;
     }
-    let prefill = HopperPrefill { tile, pack_gqa: padded_group(group as i64), packs_per_kv_head: 1 };
+    let prefill = HopperPrefill { tile, pack_gqa: group as i64, packs_per_kv_head: 1 };
     let (rows, seqs) = (problem.num_rows as i64, (problem.max_seqs as i64).max(1));
     let capacity = match problem.keys.storage {
         KeyStorage::Contiguous { total } => total as i64 / seqs,
         KeyStorage::Paged(table) => table.capacity() as i64,
     };
-    let tiles = (rows * prefill.pack_gqa / tile.rows()).saturating_mul(problem.num_kv_heads as i64);
+    // Measured with padding heads, without which there are fewer tiles.
+    let tiles = (rows * padded_group(prefill.pack_gqa) / tile.rows()).saturating_mul(problem.num_kv_heads as i64);
     let is_unbalanced_otherwise = 10 * tiles <= WAVE_TENTHS * i64::from(device.sms);
     let queries = (rows + seqs - 1) / seqs;
     let has_many_keys = capacity >= KEYS_PER_QUERY * queries;
     let longest = longest_or_mean_queries(problem);
-    // Prefill packs a power of two of the heads, or it pads tiles as this kernel does but leaves the keys of a tile whole.
-    let saves_tiles = !group.is_power_of_two() && longest.saturating_mul(prefill.pack_gqa) <= tile.rows();
+    // Prefill packs a power of two of the heads, or all as this kernel does but leaves the keys of a tile whole.
+    let saves_tiles = !group.is_power_of_two() && longest <= prefill.queries_per_tile();
     // Prefill computes the empty half of a tile too. The average does not count: 60 x 1 and 4 x 230 queries over 4096 keys take
     // 538 us here, 416 in the fused kernel (32/8 heads, H100).
-    let has_half_tiles = problem.queries.longest > 0 && 2 * longest * prefill.pack_gqa <= tile.rows();
+    let has_half_tiles = problem.queries.longest > 0 && 2 * longest <= prefill.queries_per_tile();
     let fits = device.has_tensor_maps
         && tile.shared_bytes <= device.shared_memory
         && supports_tma(problem.q.dtype, problem.q.data, &prefill.query_axes(problem))
@@ -140,10 +141,10 @@ mod tests {
 
     #[test]
     fn as_many_ctas_combine_as_run_at_a_time() {
-        // 5 x 7 rows of 128 columns take more than one round of a CTA, 5 x 4 rows do not; 128 rows find room for two CTAs.
-        assert_eq!(grids(&few_queries(16, 5, [28, 4])), [[132, 1, 1], [4, 64, 1]]);
-        assert_eq!(grids(&few_queries(1, 5, [32, 8])), [[128, 1, 1], [8, 15, 1]]);
-        assert_eq!(grids(&few_queries(4, 32, [32, 8])), [[128, 1, 1], [8, 30, 1]]);
+        // A CTA has 8 rows of 128 columns at a time: 35, 20 and 128 rows find room for three CTAs per split record.
+        assert_eq!(grids(&few_queries(16, 5, [28, 4])), [[132, 1, 1], [4, 96, 1]]);
+        assert_eq!(grids(&few_queries(1, 5, [32, 8])), [[128, 1, 1], [8, 45, 1]]);
+        assert_eq!(grids(&few_queries(4, 32, [32, 8])), [[128, 1, 1], [8, 45, 1]]);
     }
 
     #[test]

@@ -11,6 +11,7 @@ mod decode;
 mod fused;
 mod hopper;
 mod hopper_split_kv;
+mod index_divisor;
 pub(super) mod params;
 mod portable;
 mod split;

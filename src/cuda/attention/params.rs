@@ -5,6 +5,7 @@ use crate::cuda::device::Device;
 use crate::cuda::params::attention::{
     AttentionParams, KvSource, NewRowSource, NewTokens, PartialResults, QueryType, ScaleSource,
 };
+use crate::cuda::params::divisor::IndexDivisor;
 use crate::cuda::params::slots::SlotMapping;
 use crate::error::{Error, Result, ensure};
 use crate::problem::attention::{Attention, KeyStorage, LARGEST_Q_OFFSET};
@@ -82,6 +83,7 @@ impl AttentionParams {
             num_kv_heads: problem.num_kv_heads as i32,
             group,
             group_reciprocal: 1.0 / group as f32,
+            tile_queries: IndexDivisor::of(1),
             head_dim: problem.head_dim as i32,
             value_dim: problem.value_dim as i32,
             window_left: window(score.window_left),
@@ -100,9 +102,15 @@ impl AttentionParams {
         })
     }
 
-    /// The same with `packs` groups of `pack` query heads in place of the KV heads and their groups.
-    pub(super) fn with_packs(&self, pack: i64, packs: i64) -> Self {
-        Self { num_kv_heads: packs as i32, group: pack as i32, group_reciprocal: 1.0 / pack as f32, ..*self }
+    /// The same with `packs` groups of `pack` query heads in place of the KV heads and their groups, in tiles of `tile_queries`.
+    pub(super) fn with_packs(&self, pack: i64, packs: i64, tile_queries: i64) -> Self {
+        Self {
+            num_kv_heads: packs as i32,
+            group: pack as i32,
+            group_reciprocal: 1.0 / pack as f32,
+            tile_queries: IndexDivisor::of(tile_queries as u64),
+            ..*self
+        }
     }
 }
 

@@ -1,5 +1,6 @@
 //! The forward attention kernels for every GPU.
 
+use super::divisor::IndexDivisor;
 use super::slots::SlotMapping;
 use std::ffi::c_void;
 
@@ -157,6 +158,9 @@ pub struct AttentionParams {
     pub group: i32,
     /// `1 / group`
     pub group_reciprocal: f32,
+    /// Queries of a tile, which has whole queries, of all CTAs of a cluster. Only `hopper_prefill*` and `hopper_split_kv` read
+    /// this field.
+    pub tile_queries: IndexDivisor,
     /// D: a multiple of 8 up to the variant's bucket.
     pub head_dim: i32,
     /// Dv: likewise.

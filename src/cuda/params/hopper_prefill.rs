@@ -1,22 +1,16 @@
 //! Parameters of the forward attention kernels of sm_90a.
 
 use super::attention::AttentionParams;
+use super::divisor::IndexDivisor;
 use super::tensor_map::TensorMap;
-
-/// `key / page_size` of a key below 2^31 is `((key * reciprocal) >> 31) >> shift`.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-#[repr(C)]
-pub struct PageDivisor {
-    pub reciprocal: u32,
-    pub shift: i32,
-}
 
 /// The parameter of `hopper_prefill`, `hopper_prefill_fp8`, `hopper_split_kv` and `hopper_prefill_f32`, which uses no tensor
 /// maps.
 ///
-/// Query heads are packed as in the portable kernels (`PackGQA`), but by a power of two, `attention.group`. A KV head whose
-/// number of query heads is not a power of two has several packs, or one with *padding heads*, whose rows are computed and
-/// not stored. `attention.num_kv_heads` is the number of packs.
+/// Query heads are packed as in the portable kernels (`PackGQA`), but a tile has whole queries only, as many as fit:
+/// `attention.tile_queries`. A query has `attention.group` rows of a tile. The query heads of a KV head are one pack, or several
+/// of a power of two each. One pack may end with *padding heads*, which make the rows of a query a power of two: they are computed
+/// and not stored. `attention.num_kv_heads` is the number of packs.
 ///
 /// An atom column is the columns that a row of a swizzle atom holds; a row group is the 8 rows of an atom. Where D or Dv
 /// is smaller than the tile's (`clips_columns`), a box is one atom column of one head, so that TMA fills the columns past D
@@ -40,24 +34,27 @@ pub struct HopperPrefillParams {
     pub next_tile: *mut u64,
     /// Whether later rows of a sequence attend to more keys, so that LPT order pays.
     pub is_causal: i32,
-    /// Packs per KV head.
-    pub packs_per_kv_head: i32,
     /// Paged: row groups per box of K and V, a power of two that divides page and block. 0: rows are copied by `cp.async`.
     pub box_row_groups: i32,
     /// Paged: stride of KV heads of K, in entries of the map's third axis from the right.
     pub k_head_atom_columns: i32,
     /// The same of V.
     pub v_head_atom_columns: i32,
-    /// log2 of `attention.group`.
-    pub group_log2: i32,
+    /// `2^16 / attention.group`, rounded up: row `i < 2^8` of a tile is one of query `(i * group_reciprocal) >> 16`.
+    pub group_reciprocal: u32,
     /// Query heads of a pack, without padding heads.
     pub group_heads: i32,
+    /// Whether a box of q has one atom column: columns are clipped, or the queries have fewer rows than the tile.
+    pub query_boxes_are_columns: i32,
     /// Whether `out` is valid: a warp's 16 rows are stored by TMA.
     pub stores_by_tma: i32,
     /// Whether boxes are of one atom column each, clipped at D and Dv.
     pub clips_columns: i32,
-    /// For rows that are loaded one by one.
-    pub page_divisor: PageDivisor,
+    /// `attention.num_kv_heads`, the number of packs.
+    pub packs: IndexDivisor,
+    pub packs_per_kv_head: IndexDivisor,
+    /// The page size; 1 if keys are contiguous.
+    pub page_divisor: IndexDivisor,
 }
 
 /// The parameter of `hopper_fused`.

@@ -257,7 +257,9 @@ fn unsupported_calls_take_the_portable_kernel() {
     let broadcast = Attention { k: KvView { token_stride: 0, ..plain.k }, ..plain };
     let empty = Attention { keys: Keys { storage: KeyStorage::Contiguous { total: 0 }, ..plain.keys }, ..plain };
     let values = 1.0f32;
-    let scaled = Attention { v_scale: Some(Scale { values: &raw const values, per_head: true }), ..plain };
+    // Long sequences, in several packs per KV head.
+    let queries = Queries { longest: 1000, ..plain.queries };
+    let scaled = Attention { v_scale: Some(Scale { values: &raw const values, per_head: true }), queries, ..plain };
     for problem in [broadcast, empty, scaled] {
         assert_eq!(first_kernel(&problem), portable);
     }
@@ -324,7 +326,7 @@ fn narrow_heads_are_boxes_of_one_atom_column() {
         assert_eq!(lens(&[columns, tokens, heads]), [(value_dim as i64, atom_row), (8, 8), (2, 1)]);
         assert_eq!(heads.stride, 256);
         let [columns, heads, packs, _, atom_columns] = prefill.query_axes(&problem);
-        assert_eq!(lens(&[columns, heads, packs, atom_columns]), [(head_dim as i64, atom_row), (2, 2), (6, 1), (1, 1)]);
+        assert_eq!(lens(&[columns, heads, packs, atom_columns]), [(head_dim as i64, atom_row), (6, 6), (2, 1), (1, 1)]);
     }
     // Heads need not be at multiples of an atom row.
     let mut odd_heads = of_dims(&paged(16), 80, 80);
@@ -345,7 +347,7 @@ fn a_row_of_256_columns_leaves_as_a_box_for_each_atom_column_in_fp8() {
 }
 
 #[test]
-fn heads_are_packed_by_powers_of_two() {
+fn heads_of_long_sequences_are_packed_by_powers_of_two() {
     for (heads, pack_gqa, packs) in [(2, 1, 2), (8, 4, 2), (12, 2, 6), (14, 1, 14), (256, 64, 4)] {
         let plain = ragged();
         let q = Tensor { dims: &[1000, 256, 128], ..plain.q };
@@ -357,35 +359,38 @@ fn heads_are_packed_by_powers_of_two() {
 }
 
 #[test]
-fn padding_heads_save_tiles_of_few_queries() {
-    // 128 rows per tile. Queries per sequence, query heads of 2 KV heads, the expected packs and heads in each.
+fn packs_of_all_heads_save_tiles_of_few_queries() {
+    // Queries per sequence, query heads of 2 KV heads, the expected rows per query, packs and queries per tile of 128 rows.
     for (queries, heads, expected) in [
-        (64, 14, (8, 2, 7)),
-        (90, 14, (8, 2, 7)),
-        // Seven tiles either way: fewer heads per pack compute no padding.
-        (112, 14, (1, 14, 1)),
-        (64, 10, (8, 2, 5)),
-        (96, 6, (1, 6, 1)),
-        (32, 6, (4, 2, 3)),
+        // Four tiles with a padding head and without: with it, rows leave by TMA.
+        (64, 14, (8, 2, 16)),
+        (90, 14, (7, 2, 18)),
+        // Seven tiles either way: the rows of one head leave by TMA.
+        (112, 14, (1, 14, 128)),
+        (64, 10, (5, 2, 25)),
+        (85, 6, (1, 6, 128)),
+        (84, 6, (3, 2, 42)),
         // Three packs of two heads have as many tiles.
-        (64, 12, (2, 6, 2)),
-        (16, 24, (16, 2, 12)),
-        (64, 16, (8, 2, 8)),
+        (64, 12, (2, 6, 64)),
+        (16, 24, (16, 2, 8)),
+        (64, 16, (8, 2, 16)),
     ] {
         let problem = Attention { num_rows: 7 * queries, num_q_heads: heads, ..paged(16) };
         let packs = |problem: &Attention| {
             let prefill = HopperPrefill::of(problem, &device(true)).expect("the kernel takes it");
-            (prefill.pack_gqa, prefill.num_packs(problem), prefill.heads_per_pack(problem))
+            (prefill.pack_gqa, prefill.num_packs(problem), prefill.queries_per_tile())
         };
         assert_eq!(packs(&problem), expected, "{queries} queries, {heads} heads");
         let group = heads as i64 / 2;
         let exact = group & -group;
         let long = Attention { queries: Queries { longest: 7 * queries, ..problem.queries }, ..problem };
-        let mut capped = problem;
-        capped.score.softcap = 30.0;
-        for other in [long, capped, Attention { batch_invariant: true, ..problem }] {
+        for other in [long, Attention { batch_invariant: true, ..problem }] {
             assert_eq!(packs(&other).0, exact, "{queries} queries, {heads} heads");
         }
+        // Kernels with a logits transform have no padding heads.
+        let mut capped = problem;
+        capped.score.softcap = 30.0;
+        assert!([exact, group].contains(&packs(&capped).0), "{queries} queries, {heads} heads");
     }
 }
 

@@ -87,8 +87,10 @@ impl HopperPrefillTile {
         let (rows, seqs) = (problem.num_rows as i64, (problem.max_seqs as i64).max(1));
         let (packed, longest) = (rows / seqs * pack_gqa, problem.queries.longest as i64);
         let cluster_rows = i64::from(self.ctas_per_cluster()) * self.rows();
-        let is_even =
-            rows % seqs == 0 && packed % cluster_rows == 0 && (longest == 0 || longest.saturating_mul(seqs) == rows);
+        let is_even = rows % seqs == 0
+            && cluster_rows % pack_gqa == 0
+            && packed % cluster_rows == 0
+            && (longest == 0 || longest.saturating_mul(seqs) == rows);
         let KeyStorage::Contiguous { total } = problem.keys.storage else { return false };
         let is_long = match (problem.score.window_left < 0, problem.score.window_right) {
             // All tiles of a sequence have the same keys.

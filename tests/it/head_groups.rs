@@ -1,31 +1,39 @@
-//! Hopper's prefill with packs that end with padding heads: sequences of few queries, and query heads per KV head that are no
-//! power of two, against the reference on every device.
+//! Hopper's prefill of few queries, whose tiles have whole queries of all heads of a group that is no power of two, against the
+//! reference on every device.
 
 use crate::attention::metadata::corrupt;
 use crate::support::{
-    AttentionCase, BF16, BatchSpec, Dtypes, F16, InvalidMetadata, KvLayout, Mask, MemoryLayout, ReferenceCase,
-    ScaleKind, assert_named_matches_reference,
+    ALIBI, AttentionCase, BF16, BatchSpec, Dtypes, F8E4M3FN, F16, F32, InvalidMetadata, KvLayout, Mask, MemoryLayout,
+    ReferenceCase, ScaleKind, assert_named_matches_reference,
 };
 
-/// Several tiles with padding heads per sequence, which would be more without. Keys are too few for `hopper_split_kv`.
+/// Several tiles per sequence, which would be more with fewer heads each. Keys are too few for `hopper_split_kv`.
 const LENGTHS: [(usize, usize); 6] = [(60, 70), (44, 90), (64, 64), (33, 120), (50, 10), (64, 100)];
 
-/// (Hq, Hkv) whose packs have 8, 8, 4, 16, 32 and 64 heads, with padding heads: O leaves by TMA in boxes of 16 rows, and row
-/// by row from 32 on.
-const HEADS: [(usize, usize); 6] = [(14, 2), (5, 1), (9, 3), (12, 1), (23, 1), (33, 1)];
+/// (Hq, Hkv) of packs of 7, 5, 3, 12, 23, 33 and 13 heads: tiles of 18, 25, 42, 10, 5, 3 and 9 queries.
+const HEADS: [(usize, usize); 7] = [(14, 2), (5, 1), (9, 3), (12, 1), (23, 1), (33, 1), (26, 2)];
 
 #[test]
 fn few_queries_agree_with_the_reference() {
-    let dtypes = [Dtypes::same(BF16), Dtypes::same(F16), Dtypes::wide(BF16, BF16)];
-    for seed in 0..24_usize {
+    let dtypes =
+        [Dtypes::same(BF16), Dtypes::same(F16), Dtypes::wide(BF16, BF16), Dtypes::narrow(BF16), Dtypes::same(F32)];
+    for seed in 0..35_usize {
         let page_size = [16, 0, 1, 24, 16][seed % 5];
+        let dtypes = dtypes[seed / 2 % 5];
         let spec = BatchSpec {
-            dtypes: dtypes[seed / 2 % 3],
-            heads: HEADS[seed % 6],
-            head_dim: [128, 64, 128, 256, 80, 192, 96][seed % 7],
+            dtypes,
+            heads: HEADS[seed % 7],
+            head_dim: if dtypes.q == F8E4M3FN {
+                [64, 128, 256][seed % 3]
+            } else {
+                [128, 64, 128, 256, 80, 192, 96][seed / 3 % 7]
+            },
             mask: [Mask::CAUSAL, Mask::FULL, Mask::window(20, 3)][seed / 3 % 3],
+            softcap: if seed % 4 == 2 { 2.5 } else { 0.0 },
+            alibi: ALIBI[seed / 4 % ALIBI.len()],
             lengths: LENGTHS.to_vec(),
             leftpad: seed % 4 == 1,
+            q_offset: seed % 5 == 3,
             sinks: seed % 2 == 0,
             scales: [ScaleKind::None, ScaleKind::None, [ScaleKind::None, ScaleKind::PerHead][seed / 4 % 2]],
             seed: seed as u64,
