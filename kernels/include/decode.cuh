@@ -6,6 +6,7 @@
 #include "fixed_splits.cuh"
 #include "params/attention.cuh"
 #include "query_rows.cuh"
+#include "sequence_work.cuh"
 #include "softmax.cuh"
 #include "tile_result.cuh"
 #include "work_partition.cuh"
@@ -57,21 +58,21 @@ __device__ __forceinline__ void attend_keys(const AttentionParams& params, const
 template <typename Shape, typename T, typename Stored, typename LogitsTransform, bool kFixedSplits, typename MakeLoop>
 __device__ __forceinline__ void decode_work_range(const AttentionParams& params, const WorkRangeIndex& index,
                                                   uint8_t* shared, const MakeLoop& make_loop) {
-  constexpr int kKvChunkKeys = Shape::kKeyWarps * Shape::kKeys;
+  using Unit = WorkUnit<Shape::kRows, Shape::kKeyWarps * Shape::kKeys>;
   auto& work = *reinterpret_cast<WorkTile*>(shared + Shape::kWorkTileOffset);
   auto& range = *reinterpret_cast<WorkRange*>(shared + Shape::kWorkRangeOffset);
   init_work_tile<LogitsTransform>(params, work);
-  partition_work<Shape::kThreads, Shape::kRows, kKvChunkKeys, kFixedSplits>(params, work, range, index);
+  partition_work<Shape::kThreads, Unit, kFixedSplits>(params, work, range, index);
   while (work.tile.num_rows != 0) {
     if constexpr (kFixedSplits && !Shape::kLoadsAcrossSplits) {
       do {
-        if (range.fixed_split_chunks > 0) cut_to_fixed_split<kKvChunkKeys>(params, work, range);
+        if (range.fixed_split_chunks > 0) cut_to_fixed_split<Unit::kKvChunkKeys>(params, work, range);
         attend_keys<Shape, T, Stored, LogitsTransform, kFixedSplits>(params, work, range, shared, make_loop);
       } while (next_fixed_split(range));
     } else {
       attend_keys<Shape, T, Stored, LogitsTransform, kFixedSplits>(params, work, range, shared, make_loop);
     }
-    next_work_tile<Shape::kRows, kKvChunkKeys>(params, work, range, index.index);
+    next_work_tile<Unit>(params, work, range, index.index);
   }
   store_split_record<Shape::kRows>(params, work, range, index.index);
 }

@@ -36,8 +36,9 @@ namespace xa {
 
 /// Computes a CTA's work range by scanning the sequences, kPerThread per thread and round. Every thread of the CTA has
 /// one of these. Chunks are counted as `Index`; batch_invariant needs `kFixedSplits`.
-template <int kThreads, int kRows, int kKvChunkKeys, typename Index, int kPerThread, bool kFixedSplits>
+template <int kThreads, typename Unit, typename Index, int kPerThread, bool kFixedSplits>
 class WorkPartitioner {
+  static constexpr int kKvChunkKeys = Unit::kKvChunkKeys;
   static constexpr int kPerRound = kThreads * kPerThread;
   /// batch_invariant: minimum keys of a fixed-size split. Another value changes the bits of results.
   static constexpr int kMinFixedSplitKeys = 512;
@@ -47,11 +48,11 @@ class WorkPartitioner {
   /// A boundary may move by a fraction 1 / kSlack of the work range, if that keeps a tile whole.
   static constexpr int kSlack = 32;
   /// Sequences whose rows do not fit a tile of decode have several large tiles, which read the same keys.
-  static constexpr bool kAlignsTiles = kRows >= 64;
+  static constexpr bool kAlignsTiles = Unit::kRows >= 64;
   /// More chunks than this are not counted. With 32 bits, the sum over the threads of a round still cannot overflow.
   static constexpr Index kLimit = sizeof(Index) == 4 ? Index{1} << 22 : Index{1} << 62;
   static_assert(sizeof(Index) == 8 || kPerRound < 512);
-  using Sequence = SequenceWork<kRows, kKvChunkKeys>;
+  using Sequence = SequenceWork<Unit>;
 
   /// The passes over the sequences share one loop: fetching instructions takes longer than executing them, so each step
   /// is instantiated once.
@@ -278,8 +279,7 @@ class WorkPartitioner {
     const Index left = end - tile_begin;
     const int32_t split_end = left < chunks ? kv_split_.move_boundary(static_cast<int32_t>(left), chunks) : chunks;
     if (split_begin < split_end) {
-      WorkRangeIterator<kRows, kKvChunkKeys>(params_, work_, range_, index_.index)
-          .begin_split(kv_split_, split_begin, split_end);
+      WorkRangeIterator<Unit>(params_, work_, range_, index_.index).begin_split(kv_split_, split_begin, split_end);
     }
   }
 
@@ -301,11 +301,11 @@ class WorkPartitioner {
 ///
 /// The common case takes the path with 32-bit numbers, one sequence per thread and ascending starts, because fetching
 /// instructions dominates planning. The other path handles everything, and is taken only where the first one gives up.
-template <int kThreads, int kRows, int kKvChunkKeys, bool kFixedSplits>
+template <int kThreads, typename Unit, bool kFixedSplits>
 __device__ __forceinline__ void partition_work(const AttentionParams& params, WorkTile& work, WorkRange& range,
                                                const WorkRangeIndex& index) {
-  using Fast = WorkPartitioner<kThreads, kRows, kKvChunkKeys, int32_t, 1, false>;
-  using General = WorkPartitioner<kThreads, kRows, kKvChunkKeys, int64_t, kFixedSplits ? 4 : 1, kFixedSplits>;
+  using Fast = WorkPartitioner<kThreads, Unit, int32_t, 1, false>;
+  using General = WorkPartitioner<kThreads, Unit, int64_t, kFixedSplits ? 4 : 1, kFixedSplits>;
   bool is_done = params.partial.max_fixed_splits == 0 && Fast(params, work, range, index, false).partition();
 #pragma unroll 1
   for (bool raises_starts = params.partial.max_fixed_splits == 0; __builtin_expect(!is_done, false);
@@ -315,7 +315,7 @@ __device__ __forceinline__ void partition_work(const AttentionParams& params, Wo
   }
   __syncthreads();
   // No work tile has started yet if the range is empty or starts with the tile after the boundary's.
-  if (range.has_begun == 0) next_work_tile<kRows, kKvChunkKeys>(params, work, range, index.index);
+  if (range.has_begun == 0) next_work_tile<Unit>(params, work, range, index.index);
 }
 
 /// Writes the SplitRecord of the tile inside of which the work range starts, if any. Tiles are split alike in all KV

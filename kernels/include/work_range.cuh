@@ -72,9 +72,9 @@ __device__ __forceinline__ int32_t end_partial_row(int32_t num_ranges, int32_t r
 }
 
 /// Makes tile `index` of a sequence the current one. If starts descend, the caller sets WorkTile::maxima.
-template <int kRows, int kKvChunkKeys>
+template <typename Unit>
 __device__ __forceinline__ void enter(const AttentionParams& params, WorkTile& work, WorkRange& range,
-                                      const SequenceWork<kRows, kKvChunkKeys>& sequence, int32_t index) {
+                                      const SequenceWork<Unit>& sequence, int32_t index) {
   work.tile = sequence.tile_at(params, index);
   range.tile_chunks = sequence.chunks;
   range.first_chunk = sequence.first_chunk;
@@ -92,7 +92,7 @@ __device__ __forceinline__ KeyRange keys_of_chunks(const AttentionParams& params
 }
 
 /// Advances a CTA through its work range. Only one warp of the CTA calls it; the state is in shared memory.
-template <int kRows, int kKvChunkKeys>
+template <typename Unit>
 class WorkRangeIterator {
  public:
   __device__ __forceinline__ WorkRangeIterator(const AttentionParams& params, WorkTile& work, WorkRange& range,
@@ -120,7 +120,7 @@ class WorkRangeIterator {
   __device__ __forceinline__ void begin_split(const KvSplit& kv_split, int32_t begin, int32_t end) const {
     const int32_t chunks = range_.tile_chunks;
     const int32_t shift = kv_split.max_fixed_splits > 0 ? kv_split.fixed_split_shift(chunks) : 0;
-    work_.keys = keys_of_chunks<kKvChunkKeys>(params_, work_.tile, range_, begin, end);
+    work_.keys = keys_of_chunks<Unit::kKvChunkKeys>(params_, work_.tile, range_, begin, end);
     range_.split_begin = begin;
     range_.split_end = end;
     range_.has_begun = 1;
@@ -141,8 +141,8 @@ class WorkRangeIterator {
       }
       range_.tile_begin += range_.tile_chunks;
       range_.tiles_left = left - 1;
-      work_.tile.first_row -= rows_of_tile<kRows>(params_);
-      work_.tile.num_rows = left > 0 ? rows_of_tile<kRows>(params_) : 0;
+      work_.tile.first_row -= Unit::rows(params_);
+      work_.tile.num_rows = left > 0 ? Unit::rows(params_) : 0;
     }
     __syncwarp();
     if (left > 0) return;
@@ -150,7 +150,7 @@ class WorkRangeIterator {
     StartMaxima maxima = work_.maxima;
     const bool raises_starts = !starts_ascend(maxima);
     for (int32_t first = sequence + 1; first < num_seqs; first += 32) {
-      SequenceWork<kRows, kKvChunkKeys> candidate[1];
+      SequenceWork<Unit> candidate[1];
       load_sequences(params_, min(first + lane, num_seqs), num_seqs, candidate, [&](auto& metadata) {
         if (__builtin_expect(raises_starts, false)) metadata.ascend(params_, maxima);
       });
@@ -169,8 +169,8 @@ class WorkRangeIterator {
   /// split `split`.
   __device__ __forceinline__ int32_t partial_row(const KvSplit& kv_split, int32_t split) const {
     if (kv_split.max_fixed_splits == 0) {
-      return range_.split_begin > 0 ? start_partial_row<kRows>(range_index_)
-                                    : end_partial_row<kRows>(kv_split.num_ranges, range_index_);
+      return range_.split_begin > 0 ? start_partial_row<Unit::kRows>(range_index_)
+                                    : end_partial_row<Unit::kRows>(kv_split.num_ranges, range_index_);
     }
     int32_t partial = 0;
     if (range_.split_begin > 0)
@@ -185,12 +185,11 @@ class WorkRangeIterator {
 };
 
 /// Advances the CTA to its next work tile; at the end of its range work.tile.num_rows is 0. Every thread calls this.
-template <int kRows, int kKvChunkKeys>
+template <typename Unit>
 __device__ __forceinline__ void next_work_tile(const AttentionParams& params, WorkTile& work, WorkRange& range,
                                                int32_t range_index) {
   __syncthreads();
-  if (ptx::opaque(threadIdx.x) < 32)
-    WorkRangeIterator<kRows, kKvChunkKeys>(params, work, range, range_index).next(threadIdx.x);
+  if (ptx::opaque(threadIdx.x) < 32) WorkRangeIterator<Unit>(params, work, range, range_index).next(threadIdx.x);
   __syncthreads();
 }
 

@@ -13,18 +13,22 @@
 #include "params/hopper_prefill.cuh"
 #include "partial_rows.cuh"
 #include "scales.cuh"
+#include "sequence_work.cuh"
 #include "work_partition.cuh"
 #include "work_range.cuh"
 #include "work_tile.cuh"
 
 namespace xa::hopper {
 
+template <typename Shape>
+using SplitKvUnit = WorkUnit<Shape::kRows, Shape::kKeys, TileEnd::kQuery>;
+
 /// The scheduler warp: writes the work tiles of the CTA's range, the current one first, then one without rows.
 template <typename Shape>
 __device__ __forceinline__ void schedule_work_range(const HopperPrefillParams& prefill, const Pipeline<Shape>& pipeline,
                                                     WorkTile& work, WorkRange& range, int32_t range_index) {
   const AttentionParams& attention = prefill.attention;
-  const WorkRangeIterator<Shape::kRows, Shape::kKeys> iterator(attention, work, range, range_index);
+  const WorkRangeIterator<SplitKvUnit<Shape>> iterator(attention, work, range, range_index);
   const int32_t lane = threadIdx.x % 32;
   const float value_factor = attention.value_factor * scale_of(attention.v_scale, work.kv_head);
   int32_t rows = 1;
@@ -71,7 +75,7 @@ __device__ __forceinline__ void split_kv(const HopperPrefillParams& prefill, uin
   const WorkRangeIndex index = {static_cast<int32_t>(blockIdx.x) / num_heads,
                                 static_cast<int32_t>(gridDim.x) / num_heads};
   init_work_tile<LogitsTransform>(attention, work);
-  partition_work<Shape::kThreads, Shape::kRows, Shape::kKeys, false>(attention, work, range, index);
+  partition_work<Shape::kThreads, SplitKvUnit<Shape>, false>(attention, work, range, index);
   const int32_t warp = uniform(threadIdx.x / 32);
   if (warp >= Shape::kComputeWarps) {
     ptx::warpgroup_reg_dealloc<Shape::kLoaderRegisters>();
