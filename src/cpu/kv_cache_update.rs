@@ -8,7 +8,7 @@ use super::element::{Element, widen};
 use super::simd::{Isa, Simd, SimdKernel};
 use crate::error::Result;
 use crate::pool::{Pool, SingleThread, parallel_for};
-use crate::problem::MAX_HEAD_DIM;
+use crate::problem::MAX_LATENT_DIM;
 use crate::problem::kv_cache_update::{KvCacheUpdate, NewRows};
 use crate::tensor::DType;
 use half::{bf16, f16};
@@ -75,7 +75,7 @@ impl<T: Element> SimdKernel for WriteHead<'_, T> {
         let Self { problem, new, head, .. } = self;
         let rows = &new.rows;
         let head_dim = rows.dims[2] as usize;
-        let mut numbers = [0.0f32; MAX_HEAD_DIM as usize];
+        let mut numbers = [0.0f32; MAX_LATENT_DIM as usize];
         // SAFETY: the scales are views of the problem; head < Hkv.
         let writer = unsafe { CacheWriter::<T>::new(problem, new, head) };
         for token in 0..rows.dims[0] as usize {
@@ -84,7 +84,7 @@ impl<T: Element> SimdKernel for WriteHead<'_, T> {
             // rows [T, Hkv, D]
             let from = token as i64 * rows.stride(0) + head as i64 * rows.stride(1);
             // SAFETY: the problem has validated that strides and sizes stay within the buffers and that D is at most
-            // MAX_HEAD_DIM; `slot_of` only returns slots of the cache.
+            // MAX_LATENT_DIM; `slot_of` only returns slots of the cache.
             unsafe {
                 let from = rows.data.cast_const().cast::<T>().offset(from as isize);
                 if writer.copies_bits() {

@@ -7,7 +7,6 @@ use crate::error::{Error, Result, ensure};
 use crate::problem::attention::{Attention, KeyStorage, PageTable};
 use crate::problem::gather_kv_cache::GatherKvCache;
 use crate::problem::kv_cache_update::KvCacheUpdate;
-use crate::problem::paged_attention_update::PagedAttentionUpdate;
 use crate::problem::rope_kv_cache_update::RopeKvCacheUpdate;
 use crate::tensor::DType;
 use std::collections::HashMap;
@@ -41,6 +40,16 @@ pub(crate) const FLASH_ATTN_VARLEN: Names = Names {
     leftpad: "leftpad_k",
     table: "block_table",
     num_seqs: "",
+};
+
+pub(crate) const MLA_PAGED_ATTENTION: Names = Names {
+    query_starts: "cu_seqlens_q",
+    query_lengths: "",
+    key_starts: "",
+    key_lengths: "seqused_k",
+    leftpad: "",
+    table: "block_table",
+    num_seqs: "num_seqs",
 };
 
 /// A sequence with valid metadata.
@@ -245,22 +254,25 @@ pub(crate) unsafe fn positions(problem: &RopeKvCacheUpdate) -> Result {
     Ok(())
 }
 
-/// Validates slots and metadata, and that each new token's slot is the place that `block_tables` gives for its key.
-/// Returns the sequences.
+/// Validates slots and metadata of attention over an updated cache, and that each new token's slot is the place that the
+/// page table gives for its key. Returns the sequences.
 ///
 /// # Errors
 /// As [`slots`] and [`attention`].
 ///
 /// # Safety
-/// The problem's slots and the metadata of its attention are readable host memory.
-pub(crate) unsafe fn new_tokens(problem: &PagedAttentionUpdate) -> Result<Vec<Sequence>> {
-    let update = &problem.update;
+/// The update's slots and the attention's metadata are readable host memory.
+pub(crate) unsafe fn new_tokens(
+    update: &KvCacheUpdate,
+    problem: &Attention,
+    names: &Names,
+) -> Result<Vec<Sequence>> {
     // SAFETY: the caller guarantees readable slots and metadata.
     let sequences = unsafe {
         slots(update)?;
-        attention(&problem.attention, &PAGED_ATTENTION)?
+        attention(problem, names)?
     };
-    let KeyStorage::Paged(table) = problem.attention.keys.storage else { return Ok(sequences) };
+    let KeyStorage::Paged(table) = problem.keys.storage else { return Ok(sequences) };
     for sequence in &sequences {
         let Sequence { index: b, first_row, len_q, len_k, .. } = *sequence;
         for i in 0..len_q {
@@ -271,7 +283,7 @@ pub(crate) unsafe fn new_tokens(problem: &PagedAttentionUpdate) -> Result<Vec<Se
             let (page, slot) = unsafe { (table.entries.offset(entry).read(), slot_of(update, first_row + i)) };
             let place = i64::from(page) * table.page_size as i64 + (key % table.page_size) as i64;
             ensure(slot == place, || {
-                let name = PAGED_ATTENTION.table;
+                let name = names.table;
                 format!(
                     "slot_mapping[{}] is {slot}, expected {place}, where {name} has key {key} of sequence {b}",
                     first_row + i

@@ -15,7 +15,7 @@ use crate::debug_check::compare::{Tolerance, compare, nonfinite_rows};
 use crate::debug_check::definition::{self, fp8_excess};
 use crate::debug_check::gradients::compare_gradients;
 use crate::debug_check::host::HostTensor;
-use crate::debug_check::metadata::{self, FLASH_ATTN_VARLEN, PAGED_ATTENTION, Sequence};
+use crate::debug_check::metadata::{self, FLASH_ATTN_VARLEN, MLA_PAGED_ATTENTION, PAGED_ATTENTION, Sequence};
 use crate::error::{Error, Result};
 use crate::pool::Pool;
 #[cfg(feature = "cuda")]
@@ -59,6 +59,10 @@ fn attention<'a>(op: Op, args: &CallArguments<'a>) -> Result<Option<Attention<'a
         Op::PagedAttentionUpdate => {
             problem::paged_attention_update::problem(args).map(|problem| Some(problem.attention))
         }
+        Op::MlaPagedAttention => problem::mla_paged_attention::problem(args).map(Some),
+        Op::MlaPagedAttentionUpdate => {
+            problem::mla_paged_attention_update::problem(args).map(|problem| Some(problem.attention))
+        }
         _ => Ok(None),
     }
 }
@@ -71,10 +75,21 @@ unsafe fn validate_metadata(op: Op, args: &CallArguments) -> Result<Vec<Sequence
     // SAFETY: the caller guarantees that the operands are readable host memory, and `problem` validates their shapes.
     unsafe {
         if op == Op::PagedAttentionUpdate {
-            return metadata::new_tokens(&problem::paged_attention_update::problem(args)?).map_err(in_check_mode);
+            let problem = problem::paged_attention_update::problem(args)?;
+            return metadata::new_tokens(&problem.update, &problem.attention, &PAGED_ATTENTION).map_err(in_check_mode);
+        }
+        if op == Op::MlaPagedAttentionUpdate {
+            let problem = problem::mla_paged_attention_update::problem(args)?;
+            let sequences = problem
+                .with_cache_update(|update| metadata::new_tokens(update, &problem.attention, &MLA_PAGED_ATTENTION));
+            return sequences.map_err(in_check_mode);
         }
         if let Some(problem) = attention(op, args)? {
-            let names = if op == Op::PagedAttention { &PAGED_ATTENTION } else { &FLASH_ATTN_VARLEN };
+            let names = match op {
+                Op::PagedAttention => &PAGED_ATTENTION,
+                Op::MlaPagedAttention => &MLA_PAGED_ATTENTION,
+                _ => &FLASH_ATTN_VARLEN,
+            };
             return metadata::attention(&problem, names).map_err(in_check_mode);
         }
         if op == Op::FlashAttnVarlenBwd {
@@ -111,7 +126,8 @@ unsafe fn checked_on_cpu(args: &CallArguments, call: &Call, pool: &dyn Pool) -> 
         }
         let host_expected: Vec<HostTensor> = call.results.iter().map(HostTensor::zeros).collect();
         // The definition reads the cache after its update.
-        let updated = |name: &str| call.op == Op::PagedAttentionUpdate && name == "kv_cache";
+        let updates = [Op::PagedAttentionUpdate, Op::MlaPagedAttentionUpdate].contains(&call.op);
+        let updated = |name: &str| updates && name == "kv_cache";
         let expected: Vec<Tensor> = (call.op.signature().results.iter().zip(host_expected.iter().zip(call.results)))
             .map(|(name, (host, result))| if updated(name) { *result } else { host.view(result) })
             .collect();

@@ -5,8 +5,8 @@
 //! therefore gives the same results on every backend and costs no more than valid metadata of the same shapes.
 
 use super::kv_layout::KvLayout;
-use super::validate::{Scale, contiguous_rows, dense, head_dim, optional_indices, scale};
-use super::{CallArguments, CallResult, KvView, Operand};
+use super::validate::{MAX_HEAD_DIM, Scale, contiguous_rows, dense, optional_indices, row_dim, scale};
+use super::{BoolAttribute, CallArguments, CallResult, I64Attribute, KvView, Operand};
 use crate::error::{Error, Result, ensure};
 use crate::tensor::{DType, Dim, Tensor};
 
@@ -43,9 +43,9 @@ pub struct Attention<'a> {
     pub num_q_heads: usize,
     /// Hkv; divides Hq, query head h reads KV head `h / (Hq / Hkv)`
     pub num_kv_heads: usize,
-    /// D: a multiple of 8, at most 256
+    /// D: a multiple of 8, at most 256; over a latent cache at most 576
     pub head_dim: usize,
-    /// Dv: a multiple of 8, at most 256
+    /// Dv: a multiple of 8, at most 256; over a latent cache at most 512
     pub value_dim: usize,
     /// B
     pub max_seqs: usize,
@@ -219,9 +219,19 @@ pub(super) fn check_dtypes(q: (&str, DType), kv: (&str, DType), out: DType) -> R
 
 /// Validates query rows `[T, Hq, D]`, the operand `name` whose T is called `rows`, and returns the sizes.
 pub(super) fn query_sizes(name: &str, rows: &'static str, q: &Tensor) -> Result<(i64, i64, i64)> {
+    query_sizes_up_to(MAX_HEAD_DIM, name, rows, q)
+}
+
+/// [`query_sizes`] with D up to `largest`.
+pub(super) fn query_sizes_up_to(
+    largest: i64,
+    name: &str,
+    rows: &'static str,
+    q: &Tensor,
+) -> Result<(i64, i64, i64)> {
     q.expect_shape(name, &[Dim::Any(rows), Dim::Any("Hq"), Dim::Any("D")])?;
     ensure(q.dims[1] > 0, || format!("{name} has shape {:?}, expected at least one head", q.dims))?;
-    head_dim(name, q.dims[2])?;
+    row_dim(name, q.dims[2], largest)?;
     contiguous_rows(name, q)?;
     Ok((q.dims[0], q.dims[1], q.dims[2]))
 }
@@ -331,9 +341,20 @@ pub(super) fn score_scales(args: &CallArguments, kv_heads: i64) -> Result<[Optio
 pub(super) fn score(
     args: &CallArguments,
     attributes: &ScoreAttributes,
+    scales: [Option<Scale>; 2],
+    q_heads: i64,
+    slots: (&'static str, i64),
+) -> Result<Score> {
+    let score = score_without_alibi(args, attributes, scales, q_heads)?;
+    Ok(Score { alibi: alibi(args, q_heads, slots)?, ..score })
+}
+
+/// [`score`] of a target that has no slopes.
+pub(super) fn score_without_alibi(
+    args: &CallArguments,
+    attributes: &ScoreAttributes,
     [q_scale, k_scale]: [Option<Scale>; 2],
     q_heads: i64,
-    (slots, seqs): (&'static str, i64),
 ) -> Result<Score> {
     let ScoreAttributes { scale: (scale_name, softmax_scale), softcap: (softcap_name, softcap), .. } = *attributes;
     ensure(softmax_scale.is_finite() && softmax_scale > 0.0, || {
@@ -350,7 +371,7 @@ pub(super) fn score(
         window_left: attributes.window_left,
         window_right: attributes.window_right,
         top_left: attributes.top_left,
-        alibi: alibi(args, q_heads, (slots, seqs))?,
+        alibi: None,
         sinks: sinks(args, q_heads)?,
     })
 }
@@ -372,6 +393,35 @@ fn sinks(args: &CallArguments, q_heads: i64) -> Result<Option<*const f32>> {
     sinks.expect_shape("sinks", &[Dim::Is("Hq", q_heads)])?;
     dense("sinks", &sinks)?;
     Ok(Some(sinks.data.cast_const().cast()))
+}
+
+/// Validates the attributes `window_left`, `window_right` and `causal`, and returns the two windows.
+pub(super) fn windows(args: &CallArguments) -> Result<(i64, i64)> {
+    let windows =
+        [("window_left", args.i64(I64Attribute::WindowLeft)), ("window_right", args.i64(I64Attribute::WindowRight))];
+    for (name, window) in windows {
+        ensure(window >= -1, || format!("{name} is {window}, expected >= 0, or -1 for unlimited"))?;
+    }
+    Ok((windows[0].1, if args.bool(BoolAttribute::Causal) { 0 } else { windows[1].1 }))
+}
+
+/// Validates the hints `max_seqlen_q` and `max_seqlen_k`.
+pub(super) fn longest_sequences(args: &CallArguments) -> Result<[usize; 2]> {
+    let lengths =
+        [("max_seqlen_q", args.i64(I64Attribute::MaxSeqlenQ)), ("max_seqlen_k", args.i64(I64Attribute::MaxSeqlenK))];
+    for (name, length) in lengths {
+        ensure(length >= 0, || format!("{name} is {length}, expected >= 0 (0 is unknown)"))?;
+    }
+    Ok(lengths.map(|(_, length)| length as usize))
+}
+
+/// Validates the operand `num_seqs`, `i32[1]` or `i32[]`.
+pub(super) fn num_seqs(num_seqs: &Tensor) -> Result<*const i32> {
+    num_seqs.expect_dtype("num_seqs", &[DType::I32])?;
+    ensure(num_seqs.dims.is_empty() || num_seqs.dims == [1], || {
+        format!("num_seqs has shape {:?}, expected [] or [1]", num_seqs.dims)
+    })?;
+    Ok(num_seqs.data.cast_const().cast())
 }
 
 /// Validates the optional operand `q_offset i32[B]`.

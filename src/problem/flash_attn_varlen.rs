@@ -37,11 +37,7 @@ pub(crate) fn problem<'a>(args: &CallArguments<'a>) -> Result<Attention<'a>> {
     let reads_starts = !(paged && (seqused_k.is_some() || slots.1 == 0));
     let cu_seqlens_k =
         || validate::indices("cu_seqlens_k", &args.operand(Operand::CuSeqlensK), &[Dim::Is("B+1", slots.1 + 1)]);
-    let lengths =
-        [("max_seqlen_q", args.i64(I64Attribute::MaxSeqlenQ)), ("max_seqlen_k", args.i64(I64Attribute::MaxSeqlenK))];
-    for (name, length) in lengths {
-        ensure(length >= 0, || format!("{name} is {length}, expected >= 0 (0 is unknown)"))?;
-    }
+    let [longest_q, longest_k] = attention::longest_sequences(args)?;
     validate::kernel_sizes(&[("Tq", rows), slots])?;
     let attributes = score_attributes(args)?;
     Ok(Attention {
@@ -57,14 +53,14 @@ pub(crate) fn problem<'a>(args: &CallArguments<'a>) -> Result<Attention<'a>> {
             starts,
             used: per_sequence(args, Operand::SequsedQ, slots)?,
             offset: attention::q_offset(args, attributes.top_left, (rows, &stored.storage), slots)?,
-            longest: lengths[0].1 as usize,
+            longest: longest_q,
         },
         keys: Keys {
             starts: reads_starts.then(cu_seqlens_k).transpose()?,
             used: seqused_k,
             leftpad: per_sequence(args, Operand::LeftpadK, slots)?,
             storage: stored.storage,
-            longest: lengths[1].1 as usize,
+            longest: longest_k,
         },
         score: attention::score(args, &attributes, attention::score_scales(args, stored.kv_heads)?, q_heads, slots)?,
         v_scale: validate::scale(args, Operand::VScale, stored.kv_heads)?,
@@ -79,16 +75,12 @@ pub(crate) fn problem<'a>(args: &CallArguments<'a>) -> Result<Attention<'a>> {
 }
 
 pub(super) fn score_attributes(args: &CallArguments) -> Result<ScoreAttributes> {
-    let windows =
-        [("window_left", args.i64(I64Attribute::WindowLeft)), ("window_right", args.i64(I64Attribute::WindowRight))];
-    for (name, window) in windows {
-        ensure(window >= -1, || format!("{name} is {window}, expected >= 0, or -1 for unlimited"))?;
-    }
+    let (window_left, window_right) = attention::windows(args)?;
     Ok(ScoreAttributes {
         scale: ("softmax_scale", args.f32(F32Attribute::SoftmaxScale)),
         softcap: ("softcap", args.f32(F32Attribute::Softcap)),
-        window_left: windows[0].1,
-        window_right: if args.bool(BoolAttribute::Causal) { 0 } else { windows[1].1 },
+        window_left,
+        window_right,
         top_left: args.bool(BoolAttribute::TopLeft),
     })
 }

@@ -152,7 +152,7 @@ fn check_cache_dtype(name: &str, cache: &Tensor, key: &Tensor) -> Result {
 }
 
 /// Validates that operand and result of a cache have the same shape and dtype, and can be copied unless they alias.
-fn same_cache<'a>(name: &str, from: Tensor<'a>, to: Tensor<'a>) -> Result<CacheCopy<'a>> {
+pub(super) fn same_cache<'a>(name: &str, from: Tensor<'a>, to: Tensor<'a>) -> Result<CacheCopy<'a>> {
     let result = format!("result {name}");
     to.expect_dtype(&result, &[from.dtype])?;
     ensure(to.dims == from.dims, || {

@@ -5,7 +5,7 @@ use super::attention::{self, Attention, KeyStorage, Keys, Queries, ScoreAttribut
 use super::kv_layout::KvLayout;
 use super::{BoolAttribute, CallArguments, CallResult, F32Attribute, I64Attribute, Operand, validate};
 use crate::error::{Result, ensure};
-use crate::tensor::{DType, Dim};
+use crate::tensor::Dim;
 
 /// Validates a call and returns its problem. Dimensions: `T` query rows, `S` sequence slots, `M` table entries per
 /// sequence, `P` pages.
@@ -57,7 +57,7 @@ pub(crate) fn problem<'a>(args: &CallArguments<'a>) -> Result<Attention<'a>> {
         out: attention::out(args, Dim::Is("T", rows), q_heads, Dim::Is("D", head_dim))?,
         lse: attention::softmax_lse(args, q_heads, Dim::Is("T", rows))?,
         workspace: attention::workspace(args)?,
-        queries: Queries { num_seqs: Some(num_seqs(args)?), starts, used: None, offset: None, longest: 0 },
+        queries: Queries { num_seqs: Some(attention::num_seqs(&args.operand(Operand::NumSeqs))?), starts, used: None, offset: None, longest: 0 },
         keys: Keys { starts: None, used: Some(lens), leftpad: None, storage: KeyStorage::Paged(table), longest: 0 },
         score: attention::score(args, &attributes, attention::score_scales(args, kv_heads)?, q_heads, slots)?,
         v_scale: validate::scale(args, Operand::VScale, kv_heads)?,
@@ -69,14 +69,4 @@ pub(crate) fn problem<'a>(args: &CallArguments<'a>) -> Result<Attention<'a>> {
         max_seqs: slots.1 as usize,
         batch_invariant: args.bool(BoolAttribute::BatchInvariant),
     })
-}
-
-/// Validates `num_seqs`, `i32[1]` or `i32[]`.
-fn num_seqs(args: &CallArguments) -> Result<*const i32> {
-    let num_seqs = args.operand(Operand::NumSeqs);
-    num_seqs.expect_dtype("num_seqs", &[DType::I32])?;
-    ensure(num_seqs.dims.is_empty() || num_seqs.dims == [1], || {
-        format!("num_seqs has shape {:?}, expected [] or [1]", num_seqs.dims)
-    })?;
-    Ok(num_seqs.data.cast_const().cast())
 }

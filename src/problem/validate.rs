@@ -7,12 +7,23 @@ use crate::tensor::{DType, Dim, Tensor};
 /// The largest head dimension.
 pub const MAX_HEAD_DIM: i64 = 256;
 
+/// The largest row of a latent cache, which multi-head latent attention reads as a key.
+pub const MAX_LATENT_DIM: i64 = 576;
+
+/// The most columns of a latent row that are its value.
+pub(super) const MAX_LATENT_VALUE_DIM: i64 = 512;
+
 /// Refuses a head dimension that is not a multiple of 8 up to [`MAX_HEAD_DIM`].
 pub(super) fn head_dim(name: &str, head_dim: i64) -> Result {
+    row_dim(name, head_dim, MAX_HEAD_DIM)
+}
+
+/// Refuses a head dimension that is not a multiple of 8 up to `largest`.
+pub(super) fn row_dim(name: &str, head_dim: i64, largest: i64) -> Result {
     ensure(head_dim > 0, || format!("{name} has head dimension {head_dim}, expected at least 8"))?;
-    if head_dim % 8 != 0 || head_dim > MAX_HEAD_DIM {
+    if head_dim % 8 != 0 || head_dim > largest {
         return Err(Error::unimplemented(format!(
-            "{name} has head dimension {head_dim}; every multiple of 8 up to {MAX_HEAD_DIM} works"
+            "{name} has head dimension {head_dim}; every multiple of 8 up to {largest} works"
         )));
     }
     Ok(())
@@ -67,6 +78,16 @@ pub(super) fn scale(args: &CallArguments, operand: Operand, heads: i64) -> Resul
     })?;
     dense(name, &scale)?;
     Ok(Some(Scale { values: scale.data.cast_const().cast(), per_head: scale.dims != [1] }))
+}
+
+/// Validates a scale that all rows share, a dense `f32[1]`.
+pub(super) fn scale_of_all(args: &CallArguments, operand: Operand) -> Result<Option<Scale>> {
+    let Some(scale) = args.optional_operand(operand) else { return Ok(None) };
+    let name = operand.name();
+    scale.expect_dtype(name, &[DType::F32])?;
+    ensure(scale.dims == [1], || format!("{name} has shape {:?}, expected [1]", scale.dims))?;
+    dense(name, &scale)?;
+    Ok(Some(Scale { values: scale.data.cast_const().cast(), per_head: false }))
 }
 
 /// Dequantization scales of q, K or V.

@@ -4,6 +4,7 @@
 //! a workspace of any size, including none: with less than recommended, decode splits fewer tiles, and the gradients take
 //! other kernels. Results are correct in any case.
 
+use super::validate::MAX_LATENT_VALUE_DIM;
 use super::{MAX_HEAD_DIM, Op};
 use crate::tensor::DType;
 
@@ -18,6 +19,9 @@ const TILE_ROWS: i64 = 16;
 
 /// CTAs of Hopper's prefill whose keys are split, and packed query rows of its tile.
 const SPLIT_PREFILL: [i64; 2] = [132, 128];
+
+/// CTAs of multi-head latent attention, and packed query rows of its tile.
+const SPLIT_LATENT: [i64; 2] = [132, 64];
 
 /// Bytes of a split record, and its alignment: the most that is lost at the beginning of an unaligned workspace.
 const SPLIT_RECORD_BYTES: i64 = 64;
@@ -68,6 +72,7 @@ impl AttentionSizes {
     pub fn workspace_of(&self, op: Op) -> Option<WorkspaceSize> {
         match op {
             Op::FlashAttnVarlenBwd => Some(self.gradients_workspace()),
+            Op::MlaPagedAttention | Op::MlaPagedAttentionUpdate => Some(self.latent_workspace()),
             _ => op.signature().results.contains(&"workspace").then(|| self.workspace()),
         }
     }
@@ -106,6 +111,16 @@ impl AttentionSizes {
         let splits_prefill = !self.batch_invariant && self.dtype.size() == 2;
         let fixed = if splits_prefill { decode.max(bytes(ctas, tile_rows)) } else { decode };
         WorkspaceSize { fixed, per_row: 0, per_sequence: 0 }
+    }
+
+    /// The size for multi-head latent attention, whose tiles have more rows and wider values: two partials per CTA. With
+    /// `batch_invariant` no tile is split.
+    #[must_use]
+    pub fn latent_workspace(&self) -> WorkspaceSize {
+        let [ctas, tile_rows] = SPLIT_LATENT;
+        let splits = !self.batch_invariant && (1..=MAX_LATENT_VALUE_DIM).contains(&self.value_dim);
+        let bytes = || SPLIT_RECORD_BYTES * ctas + 2 * (ctas - 1) * tile_rows * 4 * (2 + self.value_dim);
+        WorkspaceSize { fixed: if splits { bytes() } else { 0 }, per_row: 0, per_sequence: 0 }
     }
 
     /// The size for the gradients of a call: delta, an f32 per element of `[Hq, Tq]`, and room to align it. With 16-bit

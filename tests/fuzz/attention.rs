@@ -5,7 +5,7 @@ use crate::generator::Generator;
 use crate::support::{
     ATTENTION_DTYPES, Alibi, Array, AttentionCase, AttentionConfig, BF16, ClampedSequence, Dtypes, ErrorBound,
     F8E4M3FN, F16, F32, FP8_DTYPES, GradientCase, GradientOptions, InvalidMetadata, Invocation, KvGeometry, KvLayout,
-    LARGEST, Mask, Numbers, PagedUpdateCase, assert_gradients, assert_same, assert_within, clamped_sequences,
+    LARGEST, Mask, MlaUpdateCase, Numbers, PagedUpdateCase, assert_gradients, assert_same, assert_within, clamped_sequences,
     expected_gradients, expected_rows_of, runs_on_cpu,
 };
 use std::collections::HashSet;
@@ -144,7 +144,7 @@ fn any_mask(generator: &mut Generator) -> Mask {
 
 /// A call with random metadata. Options that `paged_attention` lacks are off for it.
 fn case(generator: &mut Generator, target: Op, sizes: &ProblemSizes, stored: StoredKeys) -> AttentionCase {
-    let paged = target == Op::PagedAttention;
+    let paged = target != Op::FlashAttnVarlen;
     let (slots, capacity) = (sizes.slots, stored.capacity());
     let q = sizes.queries(generator);
     let cu_seqlens_q = generator.starts(slots + 1, sizes.rows);
@@ -232,18 +232,33 @@ fn assert_forward_results(
     }
 }
 
-/// Calls of `flash_attn_varlen` and `paged_attention`.
+/// Sizes and options of calls over a latent cache, whose values are the first columns of the keys.
+fn latent_sizes(generator: &mut Generator) -> ProblemSizes {
+    let (mask, dtypes) = (Mask { top_left: false, ..any_mask(generator) }, generator.one_of(&Dtypes::LATENT));
+    let mut sizes = ProblemSizes::generate(generator, dtypes, mask, true);
+    let scale = generator.scale(1);
+    let config = &mut sizes.config;
+    config.kv_heads = 1;
+    config.value_dim = config.value_dim.min(config.head_dim);
+    (config.k_scale, config.v_scale) = (scale.clone(), scale);
+    ProblemSizes { alibi: Alibi::Off, ..sizes }
+}
+
+/// Calls of `flash_attn_varlen`, `paged_attention` and `mla_paged_attention`.
 pub(crate) fn forward(generator: &mut Generator, target: Op) -> FuzzCall {
-    let paged = target == Op::PagedAttention;
-    let (mask, layout) = if paged {
-        (sliding(generator), KvLayout::Interleaved)
+    let (sizes, layout) = if target == Op::MlaPagedAttention {
+        (latent_sizes(generator), KvLayout::Latent)
     } else {
-        let layout = if generator.chance(40) { KvLayout::Contiguous } else { generator.one_of(&KvLayout::PAGED) };
-        (any_mask(generator), layout)
+        let (mask, layout) = if target == Op::PagedAttention {
+            (sliding(generator), KvLayout::Interleaved)
+        } else {
+            let layout = if generator.chance(40) { KvLayout::Contiguous } else { generator.one_of(&KvLayout::PAGED) };
+            (any_mask(generator), layout)
+        };
+        let dtypes = generator.one_of(&Dtypes::ALL);
+        let sizes = ProblemSizes::generate(generator, dtypes, mask, layout.has_two_buffers());
+        (with_scales(generator, sizes), layout)
     };
-    let dtypes = generator.one_of(&Dtypes::ALL);
-    let sizes = ProblemSizes::generate(generator, dtypes, mask, layout.has_two_buffers());
-    let sizes = with_scales(generator, sizes);
     let stored = StoredKeys::generate(generator, &sizes, layout);
     let case = case(generator, target, &sizes, stored);
     let call = case.invocation();
@@ -325,11 +340,40 @@ pub(crate) fn update(generator: &mut Generator) -> FuzzCall {
     FuzzCall::new(call, move |results| {
         let case = &update.attention;
         assert_same("the cache", &results[1], update.cache());
-        let writers = writers(&update);
-        let is_compared =
-            |m: &ClampedSequence| m.is_specified(InvalidMetadata::Clamped) && writes_its_own_keys(&update, m, &writers);
-        assert_forward_results(case, is_compared, &results[0], case.lse.then(|| &results[2]));
+        assert_rows_of_own_keys(case, &update.slots, results);
     })
+}
+
+/// Calls of `mla_paged_attention_update`.
+pub(crate) fn latent_update(generator: &mut Generator) -> FuzzCall {
+    let mut sizes = latent_sizes(generator);
+    sizes.config.head_dim = sizes.config.head_dim.max(16);
+    sizes.config.value_dim = sizes.config.value_dim.min(sizes.config.head_dim - 8);
+    let stored = StoredKeys::generate(generator, &sizes, KvLayout::Latent);
+    let mut case = case(generator, Op::MlaPagedAttention, &sizes, stored);
+    case.lse = generator.chance(50);
+    let (kv, AttentionConfig { head_dim, value_dim, .. }) = (sizes.config.dtypes.kv, sizes.config);
+    let dtype = if FP8_DTYPES.contains(&kv) { generator.one_of(&ATTENTION_DTYPES) } else { kv };
+    let c_kv = generator.numbers(dtype, &[sizes.rows, value_dim]);
+    let k_pe = generator.numbers(dtype, &[sizes.rows, head_dim - value_dim]);
+    let wide_slots = generator.chance(50);
+    let slots = slots_of(generator, &case, wide_slots);
+    let before = case.kv[0].clone();
+    let mut update = MlaUpdateCase { attention: case, before, c_kv, k_pe, slots, wide_slots };
+    update.recompute_cache();
+    let call = update.invocation(generator.chance(60));
+    FuzzCall::new(call, move |results| {
+        assert_same("the cache", &results[1], update.cache());
+        assert_rows_of_own_keys(&update.attention, &update.slots, results);
+    })
+}
+
+/// Asserts that the results of an update are right in sequences whose rows write the slots of their keys.
+fn assert_rows_of_own_keys(case: &AttentionCase, slots: &[i64], results: &[Array]) {
+    let writers = writers(case, slots);
+    let is_compared =
+        |m: &ClampedSequence| m.is_specified(InvalidMetadata::Clamped) && writes_its_own_keys(case, m, &writers);
+    assert_forward_results(case, is_compared, &results[0], case.lse.then(|| &results[2]));
 }
 
 /// The slots of the rows: usually those that the block table gives their keys, sometimes others or none, and no slot
@@ -360,9 +404,9 @@ fn key_index(sequence: &ClampedSequence, i: usize) -> Option<usize> {
 }
 
 /// The row that writes each slot.
-fn writers(update: &PagedUpdateCase) -> Vec<Option<usize>> {
-    let mut writers = vec![None; update.attention.kv_geometry.num_pages * update.attention.kv_geometry.page_size];
-    for (row, &slot) in update.slots.iter().enumerate() {
+fn writers(case: &AttentionCase, slots: &[i64]) -> Vec<Option<usize>> {
+    let mut writers = vec![None; case.kv_geometry.num_pages * case.kv_geometry.page_size];
+    for (row, &slot) in slots.iter().enumerate() {
         if let Some(writer) = usize::try_from(slot).ok().and_then(|slot| writers.get_mut(slot)) {
             *writer = Some(row);
         }
@@ -372,11 +416,11 @@ fn writers(update: &PagedUpdateCase) -> Vec<Option<usize>> {
 
 /// Whether each row of the sequence writes the slot of its key, and no other row writes a slot of the sequence.
 /// Otherwise its results are unspecified (`src/problem/paged_attention_update.rs`).
-fn writes_its_own_keys(update: &PagedUpdateCase, sequence: &ClampedSequence, writers: &[Option<usize>]) -> bool {
+fn writes_its_own_keys(case: &AttentionCase, sequence: &ClampedSequence, writers: &[Option<usize>]) -> bool {
     let rows = || sequence.rows().enumerate();
     (0..sequence.len_k).all(|j| {
         let row = rows().find(|(i, _)| key_index(sequence, *i) == Some(j)).map(|(_, row)| row);
-        writers[sequence.slot(&update.attention, j)] == row
+        writers[sequence.slot(case, j)] == row
     })
 }
 

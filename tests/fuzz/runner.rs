@@ -31,11 +31,13 @@ const MAX_FAILURES: usize = 10;
 type GenerateCall = fn(&mut Generator) -> FuzzCall;
 
 /// The kinds of calls, and their frequencies out of 20, which follow the complexity of their code.
-const KINDS: [(usize, GenerateCall); 9] = [
+const KINDS: [(usize, GenerateCall); 11] = [
     (4, flash),
-    (4, paged),
+    (3, paged),
     (2, attention::update),
-    (3, attention::backward),
+    (2, attention::backward),
+    (1, latent),
+    (1, attention::latent_update),
     (2, cache::cache_update),
     (2, cache::rope),
     (1, cache::gather),
@@ -54,6 +56,10 @@ fn flash(generator: &mut Generator) -> FuzzCall {
 
 fn paged(generator: &mut Generator) -> FuzzCall {
     attention::forward(generator, Op::PagedAttention)
+}
+
+fn latent(generator: &mut Generator) -> FuzzCall {
+    attention::forward(generator, Op::MlaPagedAttention)
 }
 
 /// The outcome of a shard.

@@ -30,6 +30,8 @@ mod kv_cache_update;
 mod kv_cache_update_fp8;
 mod layering;
 mod merge_attention_states;
+mod mla_paged_attention;
+mod mla_paged_attention_update;
 mod paged_attention;
 mod paged_attention_update;
 mod rope_kv_cache_update;

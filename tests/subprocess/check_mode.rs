@@ -233,12 +233,46 @@ fn new_tokens_are_refused_by_entry_where_the_table_has_them_elsewhere() {
     run(&lengths).unwrap();
 }
 
+/// Two sequences whose new tokens are their last keys, over latent rows.
+fn latent_update() -> Invocation {
+    let table = Array::i32s(&[3, 2], &[4, 0, 1, 3, 2, 0]);
+    valid_calls::of("xla_gpu_mla_paged_attention_update")
+        .with_operand("cu_seqlens_q", i32s(&[0, 2, 4, 6]))
+        .with_operand("seqused_k", i32s(&[8, 12, 16]))
+        .with_operand("block_table", table)
+        .with_operand("slot_mapping", i32s(&[38, 39, 26, 27, 6, 7]))
+}
+
+#[test]
+#[ignore = "runs in debug check mode only"]
+fn metadata_of_latent_attention_is_refused_by_entry() {
+    run(&latent_update()).unwrap();
+    let slots = |values: &[i32]| latent_update().with_operand("slot_mapping", i32s(values));
+    let text = "slot_mapping[0] is 37, expected 38, where block_table has key 6 of sequence 0";
+    assert_refused(&slots(&[37, 39, 26, 27, 6, 7]), text);
+    let table = latent_update().with_operand("block_table", Array::i32s(&[3, 2], &[4, 0, 1, 5, 2, 0]));
+    assert_refused(&table, "block_table[1, 1] is 5 (sequence 1), expected a page, 0 to 4");
+    let longer = latent_update().with_operand("seqused_k", i32s(&[8, 17, 16]));
+    let text = "seqused_k[1] is 17 (sequence 1), expected 0 to 16: 2 entries of block_table, over 5 pages of 8 tokens";
+    assert_refused(&longer, text);
+    let starts = latent_update().with_operand("cu_seqlens_q", i32s(&[0, 2, 1, 6]));
+    assert_refused(&starts, "cu_seqlens_q[2] is 1 (sequence 1), less than cu_seqlens_q[1], 2");
+}
+
+/// The operators whose results the mode recomputes on the CPU.
+const ATTENTION: [Op; 5] = [
+    Op::FlashAttnVarlen,
+    Op::PagedAttention,
+    Op::PagedAttentionUpdate,
+    Op::MlaPagedAttention,
+    Op::MlaPagedAttentionUpdate,
+];
+
 /// Calls with valid metadata and results other than 0: those of attention, and all others.
 fn valid() -> [Vec<Invocation>; 2] {
     let named = ATTENTION_DTYPES.into_iter().flat_map(|dtype| named_paged_batches(dtype.into()));
     let named = named.map(|(_, spec, memory_layout)| AttentionCase::paged(&spec.batch(), &memory_layout).invocation());
-    let attends =
-        |call: &Invocation| [Op::FlashAttnVarlen, Op::PagedAttention, Op::PagedAttentionUpdate].contains(&call.op());
+    let attends = |call: &Invocation| ATTENTION.contains(&call.op());
     let (attention, others): (Vec<_>, Vec<_>) = valid_calls::with_numbers().into_iter().partition(attends);
     [named.chain(attention).collect(), others]
 }

@@ -163,6 +163,7 @@ mod cuda {
             "xla_gpu_kv_cache_update_split",
             "xla_gpu_paged_attention",
             "xla_gpu_paged_attention_update",
+            "xla_gpu_mla_paged_attention_update",
         ];
         for call in valid_calls::all() {
             let row = target(call.target, CUDA);

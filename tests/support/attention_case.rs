@@ -15,7 +15,7 @@ use xla_attention::Op;
 #[derive(Clone, Debug)]
 pub struct AttentionCase {
     pub name: String,
-    /// `FlashAttnVarlen` or `PagedAttention`.
+    /// `FlashAttnVarlen`, `PagedAttention` or `MlaPagedAttention`.
     pub target: Op,
     pub config: AttentionConfig,
     /// The element of `kv` at which each row of K and V begins.
@@ -64,6 +64,13 @@ impl AttentionCase {
     /// A call of `xla_gpu_paged_attention`.
     pub fn paged(batch: &Batch, memory_layout: &MemoryLayout) -> Self {
         Self::store(Op::PagedAttention, batch, memory_layout)
+    }
+
+    /// A call of `xla_gpu_mla_paged_attention`: the layout is that of latent rows, and the scale of K is that of V too.
+    pub fn latent(batch: &Batch, memory_layout: &MemoryLayout) -> Self {
+        let batch = batch.with_config(|config| config.v_scale.clone_from(&config.k_scale));
+        let memory_layout = MemoryLayout { layout: KvLayout::Latent, ..memory_layout.clone() };
+        Self::store(Op::MlaPagedAttention, &batch, &memory_layout)
     }
 
     /// Stores `batch` as `memory_layout` says. Rows, slots and pages that no sequence uses hold NaN and infinities, as
@@ -115,7 +122,12 @@ impl AttentionCase {
             lse: memory_layout.lse || target == Op::FlashAttnVarlen,
             workspace: memory_layout.workspace,
         };
-        assert!(target == Op::FlashAttnVarlen || case.suits_paged_attention(), "{}", case.name);
+        let suits = match target {
+            Op::FlashAttnVarlen => true,
+            Op::MlaPagedAttention => case.suits_latent_attention(),
+            _ => case.suits_paged_attention(),
+        };
+        assert!(suits, "{}", case.name);
         case
     }
 
@@ -140,13 +152,24 @@ impl AttentionCase {
 
     /// Whether the operator has every option that the case uses.
     fn suits_paged_attention(&self) -> bool {
-        let mask = self.config.mask;
+        self.has_paged_metadata() && self.kv_geometry.layout == KvLayout::Interleaved && self.config.mask.causal
+    }
+
+    /// Likewise of attention over latent rows.
+    fn suits_latent_attention(&self) -> bool {
+        let config = &self.config;
+        self.has_paged_metadata()
+            && self.kv_geometry.layout == KvLayout::Latent
+            && self.alibi == Alibi::Off
+            && config.kv_heads == 1
+            && config.q_scale.is_none()
+            && config.k_scale == config.v_scale
+    }
+
+    /// Whether all metadata is that of the operators over one paged cache.
+    fn has_paged_metadata(&self) -> bool {
         let lengths = self.seqused_k.is_some() && self.seqused_q.is_none() && self.leftpad_k.is_none();
-        lengths
-            && self.kv_geometry.layout == KvLayout::Interleaved
-            && mask.causal
-            && !mask.top_left
-            && self.q_offset.is_none()
+        lengths && !self.config.mask.top_left && self.q_offset.is_none()
     }
 
     /// Tq.
@@ -203,7 +226,7 @@ impl AttentionCase {
             "alibi_slopes" => self.alibi_slopes.as_ref().map(slopes),
             "sinks" => f32s(config.sinks.as_ref()),
             "q_scale" => f32s(config.q_scale.as_ref()),
-            "k_scale" => f32s(config.k_scale.as_ref()),
+            "k_scale" | "kv_scale" => f32s(config.k_scale.as_ref()),
             "v_scale" => f32s(config.v_scale.as_ref()),
             _ => panic!("no operand of attention is called {name}"),
         }
@@ -301,7 +324,7 @@ fn store_queries(
         at += slot;
         starts.push(match target {
             // The operator does not read the starts after those of the last sequence.
-            Op::PagedAttention => random.hostile_i32(),
+            Op::PagedAttention | Op::MlaPagedAttention => random.hostile_i32(),
             // A start below an earlier one gives the slot no rows.
             _ if backwards => starts.last().unwrap().min(&random.one_of(&[0, -5, i32::MIN])).to_owned(),
             // The slot has no rows, or `seqused_q` uses none of them.

@@ -38,7 +38,7 @@ pub struct ClampedSequence {
 /// The sequences of `case`, clamped.
 pub fn clamped_sequences(case: &AttentionCase) -> Vec<ClampedSequence> {
     let in_use = match case.target {
-        Op::PagedAttention => i64::from(case.num_seqs).clamp(0, case.slots() as i64) as usize,
+        Op::PagedAttention | Op::MlaPagedAttention => i64::from(case.num_seqs).clamp(0, case.slots() as i64) as usize,
         _ => case.slots(),
     };
     (0..in_use).map(|b| clamped_sequence(case, b)).collect()

@@ -23,6 +23,8 @@ pub fn may_be_strided(op: Op) -> &'static [&'static str] {
         Op::RopeKvCacheUpdate => &["kv_cache", "query", "key", "value", "cos_sin"],
         Op::MergeAttentionStates => &["out_a", "out_b"],
         Op::GatherKvCache => &["k_cache", "v_cache", "block_tables"],
+        Op::MlaPagedAttention => &["q", "kv_cache", "block_table"],
+        Op::MlaPagedAttentionUpdate => &["q", "kv_cache", "block_table", "c_kv", "k_pe"],
         Op::SimpleAdd => &[],
     }
 }

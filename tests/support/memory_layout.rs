@@ -16,6 +16,8 @@ pub enum KvLayout {
     Stacked,
     /// `[P, 2, page_size, Hkv, D]`.
     PerPage,
+    /// `[P, page_size, D]`: latent rows, which are K and in their first Dv columns V.
+    Latent,
 }
 
 impl KvLayout {
@@ -25,7 +27,7 @@ impl KvLayout {
     /// The value of the attribute `kv_layout`.
     pub fn kv_layout(self) -> i64 {
         match self {
-            Self::Contiguous | Self::Split => 0,
+            Self::Contiguous | Self::Split | Self::Latent => 0,
             Self::Interleaved => 1,
             Self::Stacked => 2,
             Self::PerPage => 3,
@@ -34,7 +36,7 @@ impl KvLayout {
 
     /// Whether K and V have separate buffers, so that Dv may differ from D.
     pub fn has_two_buffers(self) -> bool {
-        self.kv_layout() == 0
+        [Self::Contiguous, Self::Split].contains(&self)
     }
 }
 
@@ -60,6 +62,7 @@ impl KvGeometry {
             KvLayout::Interleaved => (0, ((page * page_size + token) * 2 * kv_heads + 2 * head + value) * d),
             KvLayout::Stacked => (0, (((value * num_pages + page) * page_size + token) * kv_heads + head) * d),
             KvLayout::PerPage => (0, (((page * 2 + value) * page_size + token) * kv_heads + head) * d),
+            KvLayout::Latent => (0, (page * page_size + token) * dims[0]),
         }
     }
 
@@ -83,6 +86,7 @@ impl KvGeometry {
             KvLayout::Interleaved => vec![vec![pages, tokens, 2 * heads, d]],
             KvLayout::Stacked => vec![vec![2, pages, tokens, heads, d]],
             KvLayout::PerPage => vec![vec![pages, 2, tokens, heads, d]],
+            KvLayout::Latent => vec![vec![pages, tokens, d]],
         }
     }
 }

@@ -153,7 +153,7 @@ impl ReferenceCase for PagedUpdateCase {
 
 /// The slot of each row's key. Rows of no sequence, and those before the first key of a sequence, have no slot or an
 /// unused one.
-fn slots_of_rows(case: &AttentionCase, batch: &Batch, random: &mut Random) -> Vec<i64> {
+pub(super) fn slots_of_rows(case: &AttentionCase, batch: &Batch, random: &mut Random) -> Vec<i64> {
     let page_size = case.kv_geometry.page_size;
     let table = |b: usize, j: usize| case.block_table[b * case.max_pages + j / page_size];
     let slot = |b: usize, j: usize| i64::from(table(b, j)) * page_size as i64 + (j % page_size) as i64;

@@ -4,7 +4,7 @@
 use super::conformance::{ConformanceCase, cases, tables};
 use super::{
     ANY_LSE, ATTENTION_DTYPES, Array, AttentionCase, Attr, BF16, BatchSpec, CacheUpdateCase, Dtypes, F8E4M3FN,
-    GatherCase, GradientCase, GradientOptions, I64, Invocation, KvLayout, Mask, MemoryLayout, PagedUpdateCase,
+    GatherCase, GradientCase, GradientOptions, I64, Invocation, KvLayout, Mask, MemoryLayout, MlaUpdateCase, PagedUpdateCase,
     RopeCase, State, addition,
 };
 
@@ -47,6 +47,12 @@ pub fn with_numbers() -> Vec<Invocation> {
         addition(Array::i64s(&[], &[i64::MAX]), Array::i64s(&[], &[1])),
         addition(Array::filled(I64, &[0, 3], 0), Array::filled(I64, &[0, 3], 0)),
     ];
+    for dtypes in Dtypes::LATENT {
+        let latent = MemoryLayout { page_size: 7, workspace: None, rows_around: (0, 0), ..MemoryLayout::default() };
+        let spec = BatchSpec { mask: Mask::FULL, ..BatchSpec::latent(dtypes, 6, [40, 32], &lengths) };
+        all.push(AttentionCase::latent(&spec.batch(), &latent).invocation());
+        all.push(MlaUpdateCase::new(&spec.batch(), &latent, None).invocation(true));
+    }
     for (dtypes, layout) in Dtypes::ALL.into_iter().zip(KvLayout::ALL.into_iter().cycle()) {
         let value_dim = layout.has_two_buffers().then_some(24);
         let batch = BatchSpec { value_dim, mask: Mask::FULL, ..spec(dtypes) }.batch();

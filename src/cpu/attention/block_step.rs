@@ -19,7 +19,7 @@ pub(super) struct BlockStep<'a> {
     pub(super) head: usize,
     pub(super) transform: LogitsTransform,
     pub(super) kv_dtype: DType,
-    /// D and Dv: multiples of 8, at most 256.
+    /// D and Dv: multiples of 8, at most 576 and 512.
     pub(super) d: usize,
     pub(super) dv: usize,
 }

@@ -5,7 +5,7 @@ use super::score::scale_of_head;
 use super::softmax_state::{RowElements, SoftmaxState};
 use crate::cpu::element_rows::narrow_row;
 use crate::cpu::simd::Simd;
-use crate::problem::MAX_HEAD_DIM;
+use crate::problem::MAX_LATENT_DIM;
 use crate::problem::attention::Attention;
 use std::f64::consts::{LN_2, LOG2_E};
 use std::ops::Range;
@@ -70,7 +70,7 @@ impl<'a> Epilogue<'a> {
     pub(super) unsafe fn store<S: Simd>(self, simd: S, plan: &FwdPlan, tile: &WorkTile, state: *mut f32) {
         let problem = self.problem;
         let (group, dv) = (problem.num_q_heads / problem.num_kv_heads, problem.value_dim);
-        let mut row_of_o = [0.0f32; MAX_HEAD_DIM as usize];
+        let mut row_of_o = [0.0f32; MAX_LATENT_DIM as usize];
         for (index, kv_head) in tile.heads.clone().enumerate() {
             let state = SoftmaxState::of_head(tile, state, index);
             // SAFETY: the tile's heads are below Hkv.

@@ -49,8 +49,8 @@ impl SimdKernel for PackBlock<'_> {
     }
 }
 
-/// The row that is paired with the last one of an odd number: 256 zeros of any element type.
-pub(in crate::cpu) static ZEROS: [u64; 128] = [0; 128];
+/// The row that is paired with the last one of an odd number: 512 zeros of any element type.
+pub(in crate::cpu) static ZEROS: [u64; 256] = [0; 256];
 
 impl PackBlock<'_> {
     /// # Safety

@@ -16,7 +16,7 @@ use crate::cpu::aligned::AlignedBuffer;
 use crate::cpu::element_rows::{narrow_row, widen_row};
 use crate::cpu::simd::{MAX_LANES, Simd, SimdKernel, prefetch_row};
 use crate::error::Result;
-use crate::problem::MAX_HEAD_DIM;
+use crate::problem::MAX_LATENT_DIM;
 use crate::problem::attention::Attention;
 use crate::tensor::DType;
 use half::{bf16, f16};
@@ -156,8 +156,8 @@ impl RunFwdJob<'_> {
         let group = problem.num_q_heads / problem.num_kv_heads;
         // SAFETY: the slopes are a view of the problem, and the sequence is the tile's.
         unsafe { self.scratch.lanes.set::<S>(problem, tile, (tile.sequence, &self.plan.sequences[tile.sequence])) };
-        let mut widened = [0.0f32; MAX_HEAD_DIM as usize];
-        let mut pairs = [0.0f32; MAX_HEAD_DIM as usize / 2];
+        let mut widened = [0.0f32; MAX_LATENT_DIM as usize];
+        let mut pairs = [0.0f32; MAX_LATENT_DIM as usize / 2];
         let query = problem.q;
         let rows = tile.queries.len() * group;
         for (index, kv_head) in tile.heads.clone().enumerate() {

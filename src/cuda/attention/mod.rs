@@ -12,6 +12,7 @@ mod fused;
 mod hopper;
 mod hopper_split_kv;
 mod index_divisor;
+mod latent;
 pub(super) mod params;
 mod portable;
 mod split;
@@ -170,6 +171,11 @@ impl<'c> LaunchPlan<'c> {
     /// stores every row whose slot is in the cache. Otherwise the caller launches the update first.
     pub(crate) fn with_update(problem: &'c Attention, update: &KvCacheUpdate) -> Result<Self> {
         Self::on(problem, Some(update), Device::current()?)
+    }
+
+    /// The launches over a latent cache, whose keys and values are the same rows.
+    pub(crate) fn of_latent(problem: &Attention) -> Result<Self> {
+        latent::launches(problem, &Device::current()?).map(Self)
     }
 
     fn on(problem: &'c Attention, update: Option<&KvCacheUpdate>, device: Device) -> Result<Self> {

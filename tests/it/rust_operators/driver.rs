@@ -4,10 +4,11 @@ use crate::support::{Array, Attr, CallBuffers, GuardedBuffer, Invocation, Side};
 use xla_attention::{
     AttentionResults, AttentionState, FlashAttnVarlenBwdInputs, FlashAttnVarlenBwdOptions, FlashAttnVarlenBwdResults,
     FlashAttnVarlenInputs, FlashAttnVarlenOptions, GatherKvCacheInputs, GatherKvCacheOptions, GatherKvCacheResults,
-    Host, Kv, KvCacheUpdateInputs, KvCacheUpdateOptions, Memory, On, PagedAttentionInputs, PagedAttentionOptions,
+    Host, Kv, KvCacheUpdateInputs, KvCacheUpdateOptions, Memory, MlaPagedAttentionInputs, MlaPagedAttentionOptions,
+    MlaPagedAttentionUpdateInputs, On, PagedAttentionInputs, PagedAttentionOptions,
     PagedAttentionUpdateInputs, Result, RopeKvCacheUpdateInputs, RopeKvCacheUpdateOptions, RopeKvCacheUpdateResults,
     TensorMut, TensorRef, flash_attn_varlen, flash_attn_varlen_bwd, gather_kv_cache, kv_cache_update,
-    merge_attention_states, paged_attention, paged_attention_update, rope_kv_cache_update, simple_add,
+    merge_attention_states, mla_paged_attention, mla_paged_attention_update, paged_attention, paged_attention_update, rope_kv_cache_update, simple_add,
 };
 
 /// The results of a call that must succeed, on the tested device.
@@ -182,6 +183,8 @@ fn run<M: Memory>(of: &Tensors<M>, on: On<M>) -> Result {
         }
         "xla_gpu_paged_attention" => paged(of, on),
         "xla_gpu_paged_attention_update" => paged_update(of, on),
+        "xla_gpu_mla_paged_attention" => latent(of, on),
+        "xla_gpu_mla_paged_attention_update" => latent_update(of, on),
         "xla_gpu_flash_attn_varlen" => flash(of, on),
         "xla_gpu_flash_attn_varlen_bwd" => flash_bwd(of, on),
         other => panic!("{other} has no function"),
@@ -215,6 +218,26 @@ fn paged_update<M: Memory>(of: &Tensors<M>, on: On<M>) -> Result {
         query, context_lens, block_tables, query_start_loc, num_seqs, key, value, slot_mapping,
     });
     paged_attention_update(&inputs, &paged_options(of), Named::of(of, "kv_cache"), attention_results(of), on)
+}
+
+fn latent_options<'a, M: Memory>(of: &Tensors<'a, M>) -> MlaPagedAttentionOptions<'a, M> {
+    named!(of => MlaPagedAttentionOptions {
+        num_seqs, sinks, kv_scale, softcap, causal, window_left, window_right, max_seqlen_q, max_seqlen_k, batch_invariant,
+    })
+}
+
+fn latent<M: Memory>(of: &Tensors<M>, on: On<M>) -> Result {
+    let inputs = named!(of => MlaPagedAttentionInputs {
+        q, kv_cache, cu_seqlens_q, seqused_k, block_table, softmax_scale,
+    });
+    mla_paged_attention(&inputs, &latent_options(of), attention_results(of), on)
+}
+
+fn latent_update<M: Memory>(of: &Tensors<M>, on: On<M>) -> Result {
+    let inputs = named!(of => MlaPagedAttentionUpdateInputs {
+        q, cu_seqlens_q, seqused_k, block_table, c_kv, k_pe, slot_mapping, softmax_scale,
+    });
+    mla_paged_attention_update(&inputs, &latent_options(of), Named::of(of, "kv_cache"), attention_results(of), on)
 }
 
 fn flash<M: Memory>(of: &Tensors<M>, on: On<M>) -> Result {

@@ -9,13 +9,15 @@ use toml::Value;
 mod derived;
 
 /// Included in the binary, which may run without the sources.
-const TABLES: [&str; 10] = [
+const TABLES: [&str; 12] = [
     include_str!("../../conformance/tables/flash_attn_varlen.toml"),
     include_str!("../../conformance/tables/flash_attn_varlen_bwd.toml"),
     include_str!("../../conformance/tables/gather_kv_cache.toml"),
     include_str!("../../conformance/tables/kv_cache_update.toml"),
     include_str!("../../conformance/tables/kv_cache_update_split.toml"),
     include_str!("../../conformance/tables/merge_attention_states.toml"),
+    include_str!("../../conformance/tables/mla_paged_attention.toml"),
+    include_str!("../../conformance/tables/mla_paged_attention_update.toml"),
     include_str!("../../conformance/tables/paged_attention.toml"),
     include_str!("../../conformance/tables/paged_attention_update.toml"),
     include_str!("../../conformance/tables/rope_kv_cache_update.toml"),
