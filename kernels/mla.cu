@@ -1,15 +1,16 @@
-// Multi-head latent attention in its absorbed form: all query heads attend to one paged cache of latent rows, whose first
-// columns are also the values. On mma.sync and cp.async: every GPU from sm_80 on.
+// Multi-head latent attention in its absorbed form: all query heads attend to one paged cache of latent rows, whose
+// first columns are also the values. On mma.sync and cp.async: every GPU from sm_80 on.
 //
-// The packed rows of a tile are query heads of adjacent queries, so that a block of latent rows is read from global memory
-// once per tile and from then on serves as K and as V. As in decode, a CTA computes a range of the keys of all tiles
-// (include/work_partition.cuh). docs/dev/kernels/mla.md explains the design.
+// The packed rows of a tile are query heads of adjacent queries, so that a block of latent rows is read from global
+// memory once per tile and from then on serves as K and as V. As in decode, a CTA computes a range of the keys of all
+// tiles (include/work_partition.cuh). docs/dev/kernels/mla.md explains the design.
 //
 // Compiled once for each combination of
 //   XA_OPERANDS  f16, bf16, f32: of q, cache and out; f16_fp8, bf16_fp8: over e4m3fn or e5m2 (include/mla/shape.cuh)
 //   XA_SHAPE     large, small
 //   XA_LOGITS    none, scaled (include/mla/logits.cuh)
-// Launch: Shape::kThreads threads, a grid of 1 by any number of work ranges, Shape::kSharedBytes of dynamic shared memory.
+// Launch: Shape::kThreads threads, a grid of 1 by any number of work ranges, Shape::kSharedBytes of dynamic shared
+// memory.
 
 #include "element.cuh"
 #include "mla/attend.cuh"

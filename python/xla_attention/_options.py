@@ -43,12 +43,12 @@ def validate_sliding_window(sliding_window: int | None, target: str = "") -> Non
         raise ValueError(f"{target}sliding_window is {sliding_window}, expected >= 1, or None")
 
 
-def window_pair(window: Sequence[int]) -> tuple[int, int]:
-    """The window of flash_attn_varlen as (left, right); anything else is a ValueError."""
+def window_pair(window: Sequence[int], target: str = "xla_gpu_flash_attn_varlen") -> tuple[int, int]:
+    """The window of a call of `target` as (left, right); anything else is a ValueError."""
     try:
         left, right = map(operator.index, window)
     except (TypeError, ValueError):
-        text = f"xla_gpu_flash_attn_varlen: window is {window!r}, expected (left, right), two integers, -1 for no limit"
+        text = f"{target}: window is {window!r}, expected (left, right), two integers, -1 for no limit"
         raise ValueError(text) from None
     return left, right
 

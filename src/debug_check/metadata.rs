@@ -262,11 +262,7 @@ pub(crate) unsafe fn positions(problem: &RopeKvCacheUpdate) -> Result {
 ///
 /// # Safety
 /// The update's slots and the attention's metadata are readable host memory.
-pub(crate) unsafe fn new_tokens(
-    update: &KvCacheUpdate,
-    problem: &Attention,
-    names: &Names,
-) -> Result<Vec<Sequence>> {
+pub(crate) unsafe fn new_tokens(update: &KvCacheUpdate, problem: &Attention, names: &Names) -> Result<Vec<Sequence>> {
     // SAFETY: the caller guarantees readable slots and metadata.
     let sequences = unsafe {
         slots(update)?;

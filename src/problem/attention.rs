@@ -223,12 +223,7 @@ pub(super) fn query_sizes(name: &str, rows: &'static str, q: &Tensor) -> Result<
 }
 
 /// [`query_sizes`] with D up to `largest`.
-pub(super) fn query_sizes_up_to(
-    largest: i64,
-    name: &str,
-    rows: &'static str,
-    q: &Tensor,
-) -> Result<(i64, i64, i64)> {
+pub(super) fn query_sizes_up_to(largest: i64, name: &str, rows: &'static str, q: &Tensor) -> Result<(i64, i64, i64)> {
     q.expect_shape(name, &[Dim::Any(rows), Dim::Any("Hq"), Dim::Any("D")])?;
     ensure(q.dims[1] > 0, || format!("{name} has shape {:?}, expected at least one head", q.dims))?;
     row_dim(name, q.dims[2], largest)?;

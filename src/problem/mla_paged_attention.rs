@@ -32,7 +32,9 @@ pub(crate) fn problem<'a>(args: &CallArguments<'a>) -> Result<Attention<'a>> {
     let out = attention::out(args, Dim::Is("Tq", rows), q_heads, Dim::Any("Dv"))?;
     let value_dim = out.dims[2];
     ensure(value_dim <= head_dim, || {
-        format!("out has head dimension {value_dim}, expected at most D={head_dim}: values are the first columns of keys")
+        format!(
+            "out has head dimension {value_dim}, expected at most D={head_dim}: values are the first columns of keys"
+        )
     })?;
     validate::row_dim("out", value_dim, MAX_LATENT_VALUE_DIM)?;
 

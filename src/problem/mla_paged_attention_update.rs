@@ -64,7 +64,8 @@ impl MlaPagedAttentionUpdate<'_> {
         let [rows, pages, page_size] = [self.c_kv.dims[0], self.copy.to.dims[0], self.copy.to.dims[1]];
         let (c_kv_dims, k_pe_dims) = ([rows, 1, self.c_kv.dims[1]], [rows, 1, self.k_pe.dims[1]]);
         // The distance of heads is that of a row; there is one head.
-        let (c_kv_strides, k_pe_strides) = ([self.c_kv.stride(0), c_kv_dims[2], 1], [self.k_pe.stride(0), k_pe_dims[2], 1]);
+        let (c_kv_strides, k_pe_strides) =
+            ([self.c_kv.stride(0), c_kv_dims[2], 1], [self.k_pe.stride(0), k_pe_dims[2], 1]);
         let latent = self.attention.k;
         let first_bytes = self.attention.value_dim * self.attention.kv_dtype.size();
         let rest = KvView { data: latent.data.wrapping_add(first_bytes), ..latent };

@@ -5,8 +5,8 @@ use crate::generator::Generator;
 use crate::support::{
     ATTENTION_DTYPES, Alibi, Array, AttentionCase, AttentionConfig, BF16, ClampedSequence, Dtypes, ErrorBound,
     F8E4M3FN, F16, F32, FP8_DTYPES, GradientCase, GradientOptions, InvalidMetadata, Invocation, KvGeometry, KvLayout,
-    LARGEST, Mask, MlaUpdateCase, Numbers, PagedUpdateCase, assert_gradients, assert_same, assert_within, clamped_sequences,
-    expected_gradients, expected_rows_of, runs_on_cpu,
+    LARGEST, Mask, MlaUpdateCase, Numbers, PagedUpdateCase, assert_gradients, assert_same, assert_within,
+    clamped_sequences, expected_gradients, expected_rows_of, runs_on_cpu,
 };
 use std::collections::HashSet;
 use xla_attention::Op;

@@ -27,6 +27,8 @@ GPU_TESTS = {
         "attention_options",
         "paged_attention",
         "paged_attention_update",
+        "mla_paged_attention",
+        "mla_paged_attention_update",
         "flash_attn_varlen",
         "flash_attn_varlen_bwd",
         "tuned_prefill",

@@ -3,9 +3,9 @@
 
 use crate::attention::metadata::corrupt;
 use crate::support::{
-    Array, AttentionCase, BF16, Batch, BatchSpec, Dtypes, F8E4M3FN, F16, F32, FP8_DTYPES, InvalidMetadata, KvLayout, Mask,
-    MaxSeqlenHints, MemoryLayout, Numbers, ReferenceCase, ScaleKind, Side, assert_named_matches_reference, for_all,
-    for_each_pool, latent_call,
+    Array, AttentionCase, BF16, Batch, BatchSpec, Dtypes, F8E4M3FN, F16, F32, FP8_DTYPES, InvalidMetadata, KvLayout,
+    Mask, MaxSeqlenHints, MemoryLayout, Numbers, ReferenceCase, ScaleKind, Side, assert_named_matches_reference,
+    for_all, for_each_pool, latent_call,
 };
 
 /// Room for the partials of every CTA of an H200.
@@ -14,7 +14,7 @@ const WORKSPACE: usize = 40_000_000;
 /// Decode, a prompt, a chunk, a sequence without queries, and more queries than keys.
 const LENGTHS: [(usize, usize); 6] = [(1, 90), (9, 9), (0, 4), (21, 64), (1, 1), (5, 3)];
 
-/// Query heads, D and Dv of small models, and of DeepSeek's.
+/// Query heads, D and Dv of small models, and of the largest ones.
 const FORMS: [(usize, [usize; 2]); 6] =
     [(4, [48, 32]), (16, [576, 512]), (128, [40, 24]), (3, [64, 64]), (1, [8, 8]), (20, [264, 256])];
 
@@ -61,9 +61,11 @@ fn long_sequences_agree_with_the_reference() {
     for (dtype, heads, dims) in forms {
         for (index, mask) in Mask::BEYOND_BLOCKS.into_iter().enumerate() {
             let lengths = [(1, 1500), (2, 900), (1, 2), (0, 5), (3, 700)];
-            let spec = BatchSpec { mask, sinks: index % 2 == 0, ..BatchSpec::latent(dtype.into(), heads, dims, &lengths) };
+            let spec =
+                BatchSpec { mask, sinks: index % 2 == 0, ..BatchSpec::latent(dtype.into(), heads, dims, &lengths) };
             let workspace = [Some(WORKSPACE), Some(WORKSPACE), Some(2_000_000), None, Some(0), Some(WORKSPACE)][index];
-            let memory_layout = MemoryLayout { workspace, rows_around: (3, 2), ..layout([16, 1, 64, 24, 7, 128][index]) };
+            let memory_layout =
+                MemoryLayout { workspace, rows_around: (3, 2), ..layout([16, 1, 64, 24, 7, 128][index]) };
             AttentionCase::latent(&spec.batch(), &memory_layout).assert_matches_reference();
         }
     }
@@ -78,7 +80,10 @@ fn options_agree_with_the_reference() {
             ("a soft cap", BatchSpec { softcap: 4.0, sharpness: 9.0, ..plain(dtypes) }),
             ("a scale and sinks", BatchSpec { scales: scaled, sinks: true, ..plain(dtypes) }),
             ("one key wins", BatchSpec { sharpness: 40.0, ..plain(dtypes) }),
-            ("all of them", BatchSpec { softcap: 30.0, scales: scaled, sinks: true, mask: Mask::sliding(50), ..plain(dtypes) }),
+            (
+                "all of them",
+                BatchSpec { softcap: 30.0, scales: scaled, sinks: true, mask: Mask::sliding(50), ..plain(dtypes) },
+            ),
         ] {
             let memory_layout = MemoryLayout { workspace: Some(WORKSPACE), ..layout(16) };
             assert_named_matches_reference(name, &mut AttentionCase::latent(&spec.batch(), &memory_layout));

@@ -8,7 +8,10 @@ use crate::support::{
 const SCALED: [ScaleKind; 3] = [ScaleKind::None, ScaleKind::PerTensor, ScaleKind::None];
 
 fn mixed(dtypes: Dtypes) -> BatchSpec {
-    BatchSpec { mask: crate::support::Mask::CAUSAL, ..BatchSpec::latent(dtypes, 4, [48, 32], &[(7, 30), (1, 20), (5, 5)]) }
+    BatchSpec {
+        mask: crate::support::Mask::CAUSAL,
+        ..BatchSpec::latent(dtypes, 4, [48, 32], &[(7, 30), (1, 20), (5, 5)])
+    }
 }
 
 #[test]

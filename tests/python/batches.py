@@ -143,3 +143,45 @@ def step(sequences, *, cache=None, rows=None, k_scale=1.0, v_scale=1.0, **option
     new_rows = (converted(x, rows or query.dtype) for x in (key, value))
     kv_cache = converted(converted(numbers, query.dtype), cache or query.dtype)
     return query, kv_cache, lens, tables, starts, count, *new_rows, slots
+
+
+def latent(sequences, *, heads=8, dims=(48, 32), page_size=16, dtype="float32", cache=None, spare_rows=2, seed=0):
+    """Operands of mla_paged_attention for `sequences`, a list of (new tokens, keys).
+
+    Unused slots of pages, unused pages and padding rows of the query are NaN. Unused table entries are out of range.
+
+    Parameters
+    ----------
+    dims : (int, int)
+        D and Dv.
+    cache : dtype, optional
+        That of the cache; by default that of the queries.
+    """
+    shape = {"heads": (heads, 1), "d": dims[0], "rows_after": spare_rows, "seed": seed}
+    (q, k, _, starts, _), own = varlen(sequences, pages=page_size, dtype=dtype, **shape)
+    return q, converted(k[:, :, 0], cache or dtype), starts, own["seqused_k"], own["block_table"]
+
+
+def latent_step(sequences, *, dims=(48, 32), cache=None, rows=None, scale=1.0, **options):
+    """Operands of mla_paged_attention_update for `sequences`, a list of (new tokens, keys).
+
+    The operands of `latent`, with its options, but with NaN in the slots of the new tokens, whose keys are the last
+    ones; then `c_kv`, `k_pe` and `slot_mapping`. Padding rows are NaN and have slots outside the cache.
+    """
+    q, kv_cache, starts, lens, table = latent(sequences, dims=dims, **options)
+    rng = np.random.default_rng(options.get("seed", 0) + 1)
+    numbers = kv_cache.astype(np.float32)
+    page_size = numbers.shape[1]
+    slots = np.full(q.shape[0], -1, np.int32)
+    slots[-1:] = numbers.shape[0] * page_size if options.get("spare_rows", 2) else -1
+    for b, (new, keys) in enumerate(sequences):
+        for i in range(max(0, new - keys), new):
+            page, offset = divmod(keys - new + i, page_size)
+            slots[int(starts[b]) + i] = int(table[b, page]) * page_size + offset
+    stored = (slots >= 0) & (slots < numbers.shape[0] * page_size)
+    numbers.reshape(-1, dims[0])[slots[stored]] = np.nan
+    new_rows = np.full((len(slots), dims[0]), np.nan, np.float32)
+    new_rows[stored] = scale * rng.standard_normal((stored.sum(), dims[0]))
+    new_rows = converted(new_rows, rows or q.dtype)
+    kv_cache = converted(converted(numbers, q.dtype), cache or q.dtype)
+    return q, kv_cache, starts, lens, table, new_rows[:, : dims[1]], new_rows[:, dims[1] :], slots

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import ml_dtypes
 import numpy as np
 
-from batches import batch, converted, step, varlen
+from batches import batch, converted, latent, latent_step, step, varlen
 from expected_results import LAYOUTS, expected_results
 
 SEQUENCES = [(9, 9), (1, 40), (5, 30), (0, 9), (3, 0)]
@@ -32,6 +32,9 @@ ATTRIBUTE_ONLY = [
     ("flash_attn_varlen: plain", {"max_seqlen_k": 64}, "max_seqlen_k = 64 : i64"),
     ("flash_attn_varlen: plain", {"batch_invariant": True}, "batch_invariant = true"),
     ("paged_attention_update: plain", {"batch_invariant": True}, "batch_invariant = true"),
+    ("mla_paged_attention: plain", {"batch_invariant": True}, "batch_invariant = true"),
+    ("mla_paged_attention: plain", {"max_seqlen_q": 8}, "max_seqlen_q = 8 : i64"),
+    ("mla_paged_attention: plain", {"max_seqlen_k": 64}, "max_seqlen_k = 64 : i64"),
 ]
 
 
@@ -70,7 +73,19 @@ class Call(NamedTuple):
 @functools.cache
 def every_call(seed: int = 0) -> dict[str, Call]:
     """All calls by name; another seed gives other numbers in the same shapes."""
-    makers = (_adds, _paged, _varlen, _updates, _split_updates, _rotations, _steps, _merges, _gathers)
+    makers = (
+        _adds,
+        _paged,
+        _varlen,
+        _updates,
+        _split_updates,
+        _rotations,
+        _steps,
+        _merges,
+        _gathers,
+        _latents,
+        _latent_steps,
+    )
     calls = [call for maker in makers for call in maker(seed)]
     named = {str(call): call for call in calls}
     assert len(named) == len(calls), "two calls have one name"
@@ -336,3 +351,58 @@ def _gathers(seed):
         arguments |= {"kv_layout": kv_layout} if kv_layout else {}
         name = _name(kv_layout or "split", np.dtype(dtype), options or None)
         yield Call("gather_kv_cache", name, arguments)
+
+
+_LATENT = ("q", "kv_cache", "cu_seqlens_q", "seqused_k", "block_table")
+_LATENT_SCORES = (
+    {},
+    {"causal": True},
+    {"window": (5, 3)},
+    {"softcap": 3.0},
+    {"sinks": SINKS},
+    {"kv_scale": 0.5},
+    {"num_seqs": np.int32([4])},
+    {"num_seqs": 3},
+    {"batch_invariant": True, "max_seqlen_q": 1, "max_seqlen_k": 5000},
+)
+# The dtypes of the queries, the cache and the result.
+_LATENT_DTYPES = (
+    ("bfloat16", None, None),
+    ("float16", None, None),
+    ("bfloat16", "float8_e4m3fn", None),
+    ("float16", "float8_e5m2", None),
+    ("bfloat16", None, "float32"),
+)
+
+
+def _count_type(options):
+    return "int" if isinstance(options.get("num_seqs"), int) else None
+
+
+def _latents(seed):
+    for options, types in (
+        *((options, (None,) * 3) for options in _LATENT_SCORES),
+        *(({}, types) for types in _LATENT_DTYPES),
+    ):
+        dtype, cache, out_dtype = types
+        operands = latent(SEQUENCES, dtype=dtype or "float32", cache=cache, seed=seed)
+        arguments = dict(zip(_LATENT, operands, strict=True)) | {"softmax_scale": 0.2, "head_dim_v": 32}
+        arguments |= {"kv_scale": 0.25} if cache else {}
+        arguments |= {"out_dtype": np.dtype(out_dtype)} if out_dtype else {}
+        name = _name(options, _count_type(options), *types)
+        yield Call("mla_paged_attention", name, {**arguments, **_seeded(options, seed), "return_lse": True})
+
+
+def _latent_steps(seed):
+    for options, types in (
+        *((options, {}) for options in _LATENT_SCORES),
+        ({}, {"dtype": "bfloat16"}),
+        ({"kv_scale": 30.0}, {"dtype": "bfloat16", "cache": "float8_e4m3fn"}),
+        ({"kv_scale": 0.01}, {"dtype": "float16", "cache": "float8_e5m2", "rows": "float32"}),
+    ):
+        options = _seeded(options, seed)
+        operands = latent_step(SEQUENCES, scale=options.get("kv_scale", 1.0), **types, seed=seed)
+        arguments = dict(zip((*_LATENT, "c_kv", "k_pe", "slot_mapping"), operands, strict=True))
+        name = _name(options, _count_type(options), *types.values())
+        named = {**arguments, "softmax_scale": 0.2, **options, "return_lse": True}
+        yield Call("mla_paged_attention_update", name, named, "kv_cache")

@@ -66,11 +66,18 @@ def _varlen(arguments):
     return arguments
 
 
+def _latent(arguments):
+    left, right = arguments.get("window", (-1, -1))
+    return {**arguments, "window_left": left, "window_right": right}
+
+
 _FUNCTIONS = {
     "kv_cache_update": _update,
     "gather_kv_cache": _gather,
     "flash_attn_varlen": lambda arguments: ("flash_attn_varlen", _varlen(arguments)),
     "flash_attn_varlen_bwd": lambda arguments: ("flash_attn_varlen_bwd", _varlen(arguments)),
+    "mla_paged_attention": lambda arguments: ("mla_paged_attention", _latent(arguments)),
+    "mla_paged_attention_update": lambda arguments: ("mla_paged_attention_update", _latent(arguments)),
 }
 
 
@@ -92,6 +99,15 @@ def _results_of_varlen(q, k, v, out_dtype=None, **_):
     return _attention(q, (v if v.size else k).shape[-1], out_dtype)
 
 
+def _results_of_latent(q, head_dim_v, out_dtype=None, **_):
+    return _attention(q, head_dim_v, out_dtype)
+
+
+def _results_of_latent_update(q, kv_cache, c_kv, **_):
+    out, lse = _attention(q, c_kv.shape[1], None)
+    return out, _like(kv_cache), lse
+
+
 def _like(x):
     return x.shape, x.dtype
 
@@ -107,6 +123,8 @@ _RESULTS = {
     "simple_add": lambda a, **_: [_like(a)],
     "paged_attention": _results_of_paged_attention,
     "paged_attention_update": _results_of_paged_attention_update,
+    "mla_paged_attention": _results_of_latent,
+    "mla_paged_attention_update": _results_of_latent_update,
     "kv_cache_update": lambda kv_cache, **_: [_like(kv_cache)],
     "kv_cache_update_split": lambda k_cache, v_cache, **_: [_like(k_cache), _like(v_cache)],
     "rope_kv_cache_update": lambda kv_cache, query, **_: [_like(kv_cache), _like(query)],

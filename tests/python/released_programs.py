@@ -44,6 +44,15 @@ def _gradients(q, k, v, starts):
     return jax.grad(lambda *x: _varlen(*x, starts)[0].sum(), (0, 1, 2))(q, k, v)
 
 
+LATENT_SEQUENCES = (spec(3, dtype=I32), spec(2, dtype=I32), spec(2, 2, dtype=I32))
+
+
+def _latent(q, cache, *rest):
+    *sequences, count, sinks, scale = rest
+    options = {"causal": True, "window": (5, -1), "softcap": 3.0, "num_seqs": count, "sinks": sinks, "kv_scale": scale}
+    return xa.mla_paged_attention(q, cache, *sequences, softmax_scale=0.25, head_dim_v=8, return_lse=True, **options)
+
+
 # The function and operands of each program, by the name of its operator.
 PROGRAMS = {
     "simple_add": (xa.simple_add, (spec(4), spec(4))),
@@ -59,6 +68,14 @@ PROGRAMS = {
     "paged_attention_update": (
         lambda q, cache, *rest: xa.paged_attention_update(q, cache, *rest, scale=0.25),
         (spec(3, 2, 8), spec(4, 2, 2, 8), *SEQUENCES, *ROWS),
+    ),
+    "mla_paged_attention": (
+        _latent,
+        (spec(3, 2, 16), spec(4, 2, 16), *LATENT_SEQUENCES, spec(1, dtype=I32), SLOPES, SCALE),
+    ),
+    "mla_paged_attention_update": (
+        lambda q, cache, *rest: xa.mla_paged_attention_update(q, cache, *rest, softmax_scale=0.25),
+        (spec(3, 2, 16), spec(4, 2, 16), *LATENT_SEQUENCES, spec(3, 8), spec(3, 8), spec(3, dtype=I32)),
     ),
     "gather_kv_cache": (
         lambda *x: xa.gather_kv_cache(*x[:3], capacity=6, dtype=F32, k_scale=x[3], v_scale=x[4]),

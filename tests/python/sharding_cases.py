@@ -17,6 +17,8 @@ from xla_attention.jax import (
     gather_kv_cache,
     kv_cache_update,
     merge_attention_states,
+    mla_paged_attention,
+    mla_paged_attention_update,
     paged_attention,
     paged_attention_update,
     ragged_paged_attention_v3,
@@ -241,6 +243,26 @@ def paged_step(function, kv_layout="interleaved", *, heads=HEADS, replicated=())
     return Case(call, operands, specs, tuple(out_specs), differentiated=False, donated=donated)
 
 
+def latent_step_of(function, spec=PACKED):
+    """A step over latent rows: query heads are sharded, and every device has the whole cache."""
+    new, lens = numbers(3, 3, 24), np.array([5, 8, 3])
+    sequences = (np.arange(4), lens, np.array([[4, 1], [0, 5], [2, 2]]))
+    sinks = np.float32(np.linspace(-1, 1, HEADS[0]))
+    options = {"softmax_scale": 0.25, "causal": True, "return_lse": True}
+
+    def attend(cache, q, sinks, *rows):
+        if function is mla_paged_attention:
+            return function(q, cache, *sequences, sinks=sinks, head_dim_v=16, **options)
+        return function(q, cache, *sequences, *rows, np.array([4, 23, 10]), sinks=sinks, **options)
+
+    rows = () if function is mla_paged_attention else (new[:, :16], new[:, 16:])
+    operands = (numbers(1, 6, 4, 24), numbers(2, 3, HEADS[0], 24), sinks, *rows)
+    specs = (REPLICATED, spec, REPLICATED, *(REPLICATED,) * len(rows))
+    by_head = PartitionSpec(spec[1]) if len(spec) > 1 else REPLICATED
+    out_specs = (spec, by_head, *(REPLICATED,) * bool(rows))
+    return Case(attend, operands, specs, out_specs, differentiated=False, donated=(0,) if rows else ())
+
+
 def over_both_axes(case):
     """The case with heads sharded by both mesh axes."""
 
@@ -393,6 +415,9 @@ CASES = {
     "paged, cache split between K and V by one axis": lambda _: over_both_axes(
         paged_step(paged_attention, heads=(8, 2))
     ),
+    "latent, by heads": lambda _: latent_step_of(mla_paged_attention),
+    "latent update, by heads": lambda _: latent_step_of(mla_paged_attention_update),
+    "latent update, by both axes": lambda _: over_both_axes(latent_step_of(mla_paged_attention_update)),
     "cache in words, interleaved": lambda _: packed_cache("interleaved"),
     "cache in words, concatenated": lambda _: packed_cache("concatenated"),
     "cache in words, not causal": lambda _: packed_cache("interleaved", use_causal_mask=False),

@@ -14,6 +14,8 @@ from xla_attention.jax import dot_product_attention, flash_attn_varlen, kv_cache
 ALTERNATIVES = {
     "paged_attention": "flash_attn_varlen over packed keys",
     "paged_attention_update": "flash_attn_varlen over packed keys",
+    "mla_paged_attention": "flash_attn_varlen over up-projected keys",
+    "mla_paged_attention_update": "flash_attn_varlen over up-projected keys",
     "kv_cache_update": "kv_cache.at[page, offset].set(rows)",
     "rope_kv_cache_update": "rotate the queries and keys by jax.numpy",
     "merge_attention_states": "its formula in jax.numpy",

@@ -26,6 +26,7 @@ def truncate(size, *names):
 
 PAGED, STEP, VARLEN = "paged_attention: plain", "paged_attention_update: plain", "flash_attn_varlen: plain"
 UPDATE, ROPE = "kv_cache_update: float32 interleaved plain", "rope_kv_cache_update: float32 interleaved False"
+LATENT, LATENT_STEP = "mla_paged_attention: plain", "mla_paged_attention_update: plain"
 ADD, MERGE, GATHER = "simple_add: float32", "merge_attention_states: float32", "gather_kv_cache: interleaved float32"
 UPDATE_SPLIT, GATHER_SPLIT = "kv_cache_update: split float32", "gather_kv_cache: split float32"
 # A call, its change, and the error.
@@ -48,6 +49,17 @@ BY_BOTH = [
     (STEP, cast(np.float16, "key"), ValueError, "key has dtype f16, expected f32"),
     (STEP, cast(np.float32, "slot_mapping"), TypeError, "expected integers"),
     (STEP, {"sliding_window": 0}, ValueError, "_update: sliding_window is 0, expected >= 1"),
+    (LATENT, {"head_dim_v": 56}, ValueError, "out has head dimension 56, expected at most D=48"),
+    (LATENT, {"head_dim_v": 12}, NotImplementedError, "out has head dimension 12; every multiple of 8 up to 512"),
+    (LATENT, truncate(40, "kv_cache"), ValueError, "kv_cache has shape"),
+    (LATENT, cast(E4M3, "q", "kv_cache"), NotImplementedError, "q is f8e4m3fn, kv_cache is f8e4m3fn"),
+    (LATENT, {"window": 4}, ValueError, "mla_paged_attention: window is 4, expected (left, right), two integers"),
+    (LATENT, {"kv_scale": zeros(2)}, ValueError, "kv_scale has shape [2], expected [1]"),
+    (LATENT, {"max_seqlen_q": -1}, ValueError, "max_seqlen_q is -1, expected >= 0"),
+    (LATENT, cast(np.float32, "seqused_k"), TypeError, "expected integers"),
+    (LATENT_STEP, truncate(8, "k_pe"), ValueError, "k_pe has shape [20, 8], expected [Tq=20, D-Dv=16]"),
+    (LATENT_STEP, cast(np.float16, "c_kv"), ValueError, "c_kv has dtype f16, expected f32"),
+    (LATENT_STEP, cast(np.float32, "slot_mapping"), TypeError, "expected integers"),
     (VARLEN, {"window": 4}, ValueError, "window is 4, expected (left, right), two integers"),
     (VARLEN, {"window": (1, 2, 3)}, ValueError, "window is (1, 2, 3), expected (left, right)"),
     (VARLEN, {"window": (-2, 0)}, ValueError, "window_left is -2, expected >= 0, or -1 for unlimited"),

@@ -14,6 +14,7 @@ OPS = torch.ops.xla_gpu
 IN_PLACE = {
     "kv_cache_update": xt.update_cache_,
     "paged_attention_update": xt.paged_attention_update_,
+    "mla_paged_attention_update": xt.mla_paged_attention_update_,
     "rope_kv_cache_update": OPS.rope_kv_cache_update_,
 }
 each_plain = pytest.mark.parametrize("name", PLAIN)

@@ -12,6 +12,8 @@ SIZE = 3
 ROWS = "key value slot_mapping"
 SEQUENCES = "context_lens block_tables query_start_loc num_seqs"
 LENGTHS = "cu_seqlens_q cu_seqlens_k seqused_q seqused_k"
+LATENT = "cu_seqlens_q seqused_k block_table"
+LATENT_ROWS = "c_kv k_pe slot_mapping"
 PAGES = "q k cu_seqlens_q block_table seqused_k"
 # For each function: a call, its batched operands, and whether vmap is one call; otherwise it is a loop over the
 # indices, as docs/sharding.md says.
@@ -33,6 +35,20 @@ CASES = {
         ("plain", f"query kv_cache {SEQUENCES} {ROWS}", 1),
         ("plain", f"query {SEQUENCES} {ROWS}", 1),
         ("plain", "query kv_cache key value", 1),
+    ],
+    "mla_paged_attention": [
+        ("plain", "q", 1),
+        ("causal", f"q {LATENT}", 1),
+        ("num_seqs", f"q kv_cache {LATENT} num_seqs", 1),
+        ("plain", "kv_cache", 1),
+        ("sinks", f"q kv_cache {LATENT}", 1),
+        ("sinks", f"q {LATENT} sinks", 0),
+    ],
+    "mla_paged_attention_update": [
+        ("plain", f"q kv_cache {LATENT} {LATENT_ROWS}", 1),
+        ("causal", f"q {LATENT} {LATENT_ROWS}", 1),
+        ("num_seqs", f"q kv_cache {LATENT} {LATENT_ROWS} num_seqs", 1),
+        ("plain", "q kv_cache c_kv k_pe", 1),
     ],
     "kv_cache_update": [
         ("float32 interleaved plain", f"kv_cache {ROWS}", 1),

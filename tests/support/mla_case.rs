@@ -48,12 +48,8 @@ pub fn latent_call(random: &mut Random) -> (BatchSpec, MemoryLayout) {
     let head_dim = 8 * random.between(1, widest);
     let value_dim = Some(8 * random.between(1, (head_dim / 8).min(64)));
     let window = |random: &mut Random| if random.chance(50) { -1 } else { random.below(50) as i64 };
-    let mask = Mask {
-        causal: random.chance(50),
-        window_left: window(random),
-        window_right: window(random),
-        ..Mask::FULL
-    };
+    let mask =
+        Mask { causal: random.chance(50), window_left: window(random), window_right: window(random), ..Mask::FULL };
     let scale = random.one_of(&[ScaleKind::None, ScaleKind::PerTensor]);
     let spec = BatchSpec {
         dtypes: random.one_of(&Dtypes::LATENT),

@@ -80,7 +80,7 @@ pub mod valid_calls;
 pub use self::{
     array::*, attention_case::*, attention_states::*, batch::*, c_interface::*, cache_update_case::*, call_buffers::*,
     call_frame::*, covering_array::*, expected_rows::*, gather_case::*, gradient_case::*, gradients::*, guard_page::*,
-    host::*, invocation::*, library_call::*, memory_layout::*, mla_case::*, named_batches::*, oracle::*, paged_update_case::*,
-    pairwise_options::*, pools::*, random::*, random_calls::*, reference_case::*, rope_case::*, simple_add::*,
-    strided::*, summary::*, test_device::*,
+    host::*, invocation::*, library_call::*, memory_layout::*, mla_case::*, named_batches::*, oracle::*,
+    paged_update_case::*, pairwise_options::*, pools::*, random::*, random_calls::*, reference_case::*, rope_case::*,
+    simple_add::*, strided::*, summary::*, test_device::*,
 };

@@ -4,8 +4,8 @@
 use super::conformance::{ConformanceCase, cases, tables};
 use super::{
     ANY_LSE, ATTENTION_DTYPES, Array, AttentionCase, Attr, BF16, BatchSpec, CacheUpdateCase, Dtypes, F8E4M3FN,
-    GatherCase, GradientCase, GradientOptions, I64, Invocation, KvLayout, Mask, MemoryLayout, MlaUpdateCase, PagedUpdateCase,
-    RopeCase, State, addition,
+    GatherCase, GradientCase, GradientOptions, I64, Invocation, KvLayout, Mask, MemoryLayout, MlaUpdateCase,
+    PagedUpdateCase, RopeCase, State, addition,
 };
 
 /// One call of each target.

@@ -1,5 +1,5 @@
-// The main loop of multi-head latent attention, and the result of a work tile. A block of latent rows is in shared memory
-// once, as K and, in its first columns, as V.
+// The main loop of multi-head latent attention, and the result of a work tile. A block of latent rows is in shared
+// memory once, as K and, in its first columns, as V.
 #pragma once
 
 #include <cmath>
@@ -21,8 +21,8 @@
 
 namespace xa::mla {
 
-/// The state of a work tile's rows over the keys so far. Each thread has the maxima of the rows of which it computes scores
-/// or output. All threads that have a row compute its maximum from the same numbers, so theirs are equal.
+/// The state of a work tile's rows over the keys so far. Each thread has the maxima of the rows of which it computes
+/// scores or output. All threads that have a row compute its maximum from the same numbers, so theirs are equal.
 template <typename Shape, typename T, typename Stored, typename LogitsTransform>
 class TileAttention {
   using Rows = typename Shape::Rows;
@@ -56,7 +56,8 @@ class TileAttention {
     for (int32_t key = first; key < work_.keys.end; key += Shape::kKeys) {
       if constexpr (kStages > 1) {
         ptx::cp_async_wait<kStages - 2>();
-        // After this barrier the block is complete, and all warps have read the one before, whose stage is fetched next.
+        // After this barrier the block is complete, and all warps have read the one before, whose stage is fetched
+        // next.
         __syncthreads();
         ring.fetch();
       } else {
@@ -71,8 +72,8 @@ class TileAttention {
     ptx::cp_async_wait<0>();
   }
 
-  /// Stores the result of the work tile where the WorkRange says: in the workspace as a partial, or in out and lse. The output
-  /// passes through shared memory, in place of query rows and blocks, so that global stores coalesce.
+  /// Stores the result of the work tile where the WorkRange says: in the workspace as a partial, or in out and lse. The
+  /// output passes through shared memory, in place of query rows and blocks, so that global stores coalesce.
   __device__ __forceinline__ void store_result(const WorkRange& range) {
     __syncthreads();
     store_output();
@@ -237,10 +238,11 @@ class TileAttention {
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
         const int32_t row = first_row() + 16 * tile + 8 * half + g;
-        float* const to = reinterpret_cast<float*>(shared_ + row * Shape::kOutputPitch) + column_warp() * Shape::kColumns;
+        float* const to =
+            reinterpret_cast<float*>(shared_ + row * Shape::kOutputPitch) + column_warp() * Shape::kColumns;
 #pragma unroll
         for (int column = 0; column < Shape::kColumns / 8; ++column) {
-          const float(&o)[4] = output_[tile][column];
+          const float (&o)[4] = output_[tile][column];
           store_columns(to + 8 * column + 2 * t, make_float2(o[2 * half], o[2 * half + 1]));
         }
       }

@@ -14,8 +14,8 @@
 
 namespace xa::mla {
 
-/// Streams the latent rows of a work tile through Shape::kStages stages. A block is one cp.async group. Every thread of the
-/// CTA calls each function.
+/// Streams the latent rows of a work tile through Shape::kStages stages. A block is one cp.async group. Every thread of
+/// the CTA calls each function.
 template <typename Shape, typename Stored>
 class LatentRing {
   static constexpr int kStages = Shape::kStages, kKeys = Shape::kKeys;

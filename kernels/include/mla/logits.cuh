@@ -14,7 +14,8 @@ namespace xa::mla {
 /// No transform: the softmax scale is part of the exponential.
 using logits_none = xa::logits_none;
 
-/// The scale of the cache, and a soft cap behind a branch that is uniform across the grid: scores become logits in base 2.
+/// The scale of the cache, and a soft cap behind a branch that is uniform across the grid: scores become logits in
+/// base 2.
 struct logits_scaled {
   const AttentionParams& params_;
 

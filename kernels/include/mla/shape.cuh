@@ -1,7 +1,7 @@
 // Tile shapes of multi-head latent attention (the tiles of variants.toml), and their shared memory.
 //
-// A CTA has kRows packed rows, which are query heads of adjacent queries, and all warps read the same blocks of latent rows.
-// S = Q K^T and O += P V divide them differently: P goes through shared memory.
+// A CTA has kRows packed rows, which are query heads of adjacent queries, and all warps read the same blocks of latent
+// rows. S = Q K^T and O += P V divide them differently: P goes through shared memory.
 //
 //            keys                            value columns
 //         |  16  |  16  |            | 128 | 128 | 128 | 128 |
@@ -10,8 +10,8 @@
 //         |  w2  |  w6  |
 //         |  w3  |  w7  |
 //
-// Shared memory: the query rows; kStages blocks of latent rows; fp8: one more, which is converted to the queries' type; P;
-// maxima and sums of rows; the CTA's WorkTile and WorkRange.
+// Shared memory: the query rows; kStages blocks of latent rows; fp8: one more, which is converted to the queries' type;
+// P; maxima and sums of rows; the CTA's WorkTile and WorkRange.
 #pragma once
 
 #include <cstdint>
@@ -60,7 +60,7 @@ struct Shape : Config_ {
   static constexpr int kQueryPitch = Rows::kPitch;
   static constexpr int kQueryBytes = kRows * kQueryPitch;
   /// Blocks of latent rows as they are stored, and in the type of the products.
-  using StoredRows = PaddedRows<kLatentDim * static_cast<int>(sizeof(Stored))>;
+  using StoredRows = PaddedRows<kLatentDim* static_cast<int>(sizeof(Stored))>;
   static constexpr int kStageBytes = kKeys * StoredRows::kPitch;
   static constexpr int kStagesOffset = kQueryBytes;
   static constexpr int kConvertedOffset = kStagesOffset + Config::kStages * kStageBytes;

@@ -6,11 +6,12 @@ Importing this module registers the custom-call targets with JAX's runtime. Ever
 `flash_attn_varlen` over packed keys, `dot_product_attention` and `context_parallel_attention` have gradients (reverse
 mode), and `simple_add` is differentiable. Differentiating any other function raises NotImplementedError.
 
-XLA partitions every function over the devices of a mesh: by KV heads, `dot_product_attention` also by its batch,
-`merge_attention_states` and `simple_add` by every dimension. Tokens, pages and sequences are replicated; where they are
-sharded, XLA gathers them, with a `GatherWarning`. `context_parallel_attention`, within ``jax.shard_map``, computes
-sequences whose tokens are sharded. Under ``jax.vmap`` every function stays one call, unless sinks, scales, ``cos_sin``
-or stacked pages are batched: then the calls run one after the other. ``docs/sharding.md`` has the details.
+XLA partitions every function over the devices of a mesh: by KV heads, `mla_paged_attention` by query heads,
+`dot_product_attention` also by its batch, `merge_attention_states` and `simple_add` by every dimension. Tokens, pages
+and sequences are replicated; where they are sharded, XLA gathers them, with a `GatherWarning`.
+`context_parallel_attention`, within ``jax.shard_map``, computes sequences whose tokens are sharded. Under ``jax.vmap``
+every function stays one call, unless sinks, scales, ``cos_sin`` or stacked pages are batched: then the calls run one
+after the other. ``docs/sharding.md`` has the details.
 
 Lengths, page numbers, positions and slots may be NumPy, Python or JAX integers of any width. The targets read 32 bits:
 a larger or smaller number saturates, and a slot that does not fit stays outside the cache. Arguments of ``jax.jit`` are
@@ -36,6 +37,8 @@ from ._flash_attn_varlen import flash_attn_varlen
 from ._gather_kv_cache import gather_kv_cache
 from ._kv_cache_update import kv_cache_update
 from ._merge_attention_states import merge_attention_states
+from ._mla_paged_attention import mla_paged_attention
+from ._mla_paged_attention_update import mla_paged_attention_update
 from ._paged_attention import paged_attention, ragged_paged_attention
 from ._paged_attention_update import paged_attention_update
 from ._ragged_paged_attention_v3 import ragged_paged_attention_v3
@@ -60,6 +63,8 @@ __all__ = [
     "inverse_zigzag_order",
     "kv_cache_update",
     "merge_attention_states",
+    "mla_paged_attention",
+    "mla_paged_attention_update",
     "paged_attention",
     "paged_attention_update",
     "ragged_paged_attention",

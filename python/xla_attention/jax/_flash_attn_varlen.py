@@ -188,11 +188,11 @@ def flash_attn_varlen(
     return attend(options, operands, bool(static_bool("return_lse", return_lse)))
 
 
-def static_window(window: Any) -> tuple[np.int64, np.int64]:  # noqa: ANN401
-    """The attributes ``window_left`` and ``window_right``."""
+def static_window(window: Any, target: str = "xla_gpu_flash_attn_varlen") -> tuple[np.int64, np.int64]:  # noqa: ANN401
+    """The attributes ``window_left`` and ``window_right`` of `target`."""
     if not isinstance(window, tuple | list | np.ndarray) or len(window) != 2:
         text = f"window is {window!r}, expected (left, right), two integers, -1 for no limit"
-        raise ValueError(f"xla_gpu_flash_attn_varlen: {text}")
+        raise ValueError(f"{target}: {text}")
     left, right = (static_i64(f"window[{i}]", side) for i, side in enumerate(window))
     return left, right
 

@@ -15,6 +15,8 @@ from ._gather_kv_cache import gather_kv_cache
 from ._import_hook import register_once_imported
 from ._kv_cache_update import kv_cache_update, update_cache_
 from ._merge_attention_states import merge_attention_states
+from ._mla_paged_attention import mla_paged_attention
+from ._mla_paged_attention_update import mla_paged_attention_update, mla_paged_attention_update_
 from ._paged_attention import paged_attention, ragged_paged_attention
 from ._paged_attention import paged_attention as xla_gpu_paged_attention
 from ._paged_attention_update import paged_attention_update, paged_attention_update_
@@ -28,6 +30,9 @@ __all__ = [
     "gather_kv_cache",
     "kv_cache_update",
     "merge_attention_states",
+    "mla_paged_attention",
+    "mla_paged_attention_update",
+    "mla_paged_attention_update_",
     "paged_attention",
     "paged_attention_update",
     "paged_attention_update_",

@@ -23,7 +23,10 @@ impl MlaTile {
         let operands = operands(problem);
         let tiles = MLA.iter().filter(|tile| tile.operands == operands && tile.shared_bytes <= device.shared_memory);
         tiles.max_by_key(|tile| tile.rows).ok_or_else(|| {
-            Error::unimplemented(format!("no kernel for {operands} fits {} bytes of shared memory", device.shared_memory))
+            Error::unimplemented(format!(
+                "no kernel for {operands} fits {} bytes of shared memory",
+                device.shared_memory
+            ))
         })
     }
 
@@ -149,6 +152,7 @@ mod tests {
     }
 
     #[test]
+    #[expect(clippy::float_cmp, reason = "powers of two")]
     fn fp8_is_divided_by_what_the_kernel_does_not_multiply() {
         let factor = |kv| {
             let launches = launches(&latent(1, 16, DType::BF16, kv), &device(false)).expect("the sizes are allowed");

@@ -5,10 +5,11 @@ use xla_attention::{
     AttentionResults, AttentionState, FlashAttnVarlenBwdInputs, FlashAttnVarlenBwdOptions, FlashAttnVarlenBwdResults,
     FlashAttnVarlenInputs, FlashAttnVarlenOptions, GatherKvCacheInputs, GatherKvCacheOptions, GatherKvCacheResults,
     Host, Kv, KvCacheUpdateInputs, KvCacheUpdateOptions, Memory, MlaPagedAttentionInputs, MlaPagedAttentionOptions,
-    MlaPagedAttentionUpdateInputs, On, PagedAttentionInputs, PagedAttentionOptions,
-    PagedAttentionUpdateInputs, Result, RopeKvCacheUpdateInputs, RopeKvCacheUpdateOptions, RopeKvCacheUpdateResults,
-    TensorMut, TensorRef, flash_attn_varlen, flash_attn_varlen_bwd, gather_kv_cache, kv_cache_update,
-    merge_attention_states, mla_paged_attention, mla_paged_attention_update, paged_attention, paged_attention_update, rope_kv_cache_update, simple_add,
+    MlaPagedAttentionUpdateInputs, On, PagedAttentionInputs, PagedAttentionOptions, PagedAttentionUpdateInputs, Result,
+    RopeKvCacheUpdateInputs, RopeKvCacheUpdateOptions, RopeKvCacheUpdateResults, TensorMut, TensorRef,
+    flash_attn_varlen, flash_attn_varlen_bwd, gather_kv_cache, kv_cache_update, merge_attention_states,
+    mla_paged_attention, mla_paged_attention_update, paged_attention, paged_attention_update, rope_kv_cache_update,
+    simple_add,
 };
 
 /// The results of a call that must succeed, on the tested device.
