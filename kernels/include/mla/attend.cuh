@@ -8,8 +8,8 @@
 #include "bwd/products.cuh"
 #include "element.cuh"
 #include "mla/latent_rows.cuh"
+#include "mla/result.cuh"
 #include "mla/shape.cuh"
-#include "output_rows.cuh"
 #include "params/attention.cuh"
 #include "partial_rows.cuh"
 #include "ptx.cuh"
@@ -79,20 +79,10 @@ class TileAttention {
     store_output();
     store_states();
     __syncthreads();
-    const RowWriter<T, false> writer(params_, work_.tile, work_.kv_head);
-    const PartialRows partial(params_.partial, work_.kv_head);
-    const int32_t row_vectors = params_.value_dim / 4;  // float4
-#pragma unroll 1
-    for (int32_t item = threadIdx.x; item < work_.tile.num_rows * row_vectors; item += Shape::kThreads) {
-      const int32_t row = item / row_vectors, column = (item - row * row_vectors) * 4;
-      const float4 output = *reinterpret_cast<const float4*>(shared_ + row * Shape::kOutputPitch + 4 * column);
-      const PartialState state = {row_states()[Shape::kScoreKeyWarps * Shape::kRows + row], row_sum(row), output};
-      if (range.partial_row >= 0) {
-        partial.store(range.partial_row + row, column, state);
-      } else {
-        writer.write(row, column, state, transform_.log2_unit());
-      }
-    }
+    store_rows<Shape::kThreads, Shape::kOutputPitch, T>(
+        params_, work_, range, shared_, transform_.log2_unit(), threadIdx.x, [&](int32_t row) {
+          return make_float2(row_states()[Shape::kScoreKeyWarps * Shape::kRows + row], row_sum(row));
+        });
   }
 
  private:

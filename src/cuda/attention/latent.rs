@@ -1,4 +1,5 @@
-//! Multi-head latent attention: one KV head whose keys and values are the same rows, read once (`kernels/mla.cu`).
+//! Multi-head latent attention: one KV head whose keys and values are the same rows, read once (`kernels/mla.cu`,
+//! and `kernels/hopper_mla.cu` for 16-bit caches on Hopper).
 //!
 //! One launch serves sequences of any length. As in decode, the keys of all tiles are divided between CTAs, and the combine
 //! kernel merges the partials of tiles that several CTAs computed. With `batch_invariant` no tile is split, so that the bits of
@@ -18,11 +19,13 @@ use crate::tensor::DType;
 use std::f32::consts::LOG2_E;
 
 impl MlaTile {
-    /// The tile for the problem's types: a large one if the device has the shared memory.
+    /// The tile for the problem's types: Hopper's if the device is one, otherwise a large one if it has the shared memory.
     fn of(problem: &Attention, device: &Device) -> Result<&'static Self> {
         let operands = operands(problem);
-        let tiles = MLA.iter().filter(|tile| tile.operands == operands && tile.shared_bytes <= device.shared_memory);
-        tiles.max_by_key(|tile| tile.rows).ok_or_else(|| {
+        let fits = |tile: &&Self| tile.operands == operands && tile.shared_bytes <= device.shared_memory;
+        let runs = |tile: &&Self| !tile.is_hopper() || device.capability == 90;
+        let tiles = MLA.iter().filter(|tile| fits(tile) && runs(tile));
+        tiles.max_by_key(|tile| (tile.rows, tile.is_hopper())).ok_or_else(|| {
             Error::unimplemented(format!(
                 "no kernel for {operands} fits {} bytes of shared memory",
                 device.shared_memory
@@ -30,14 +33,20 @@ impl MlaTile {
         })
     }
 
+    /// Whether this is the tile of `hopper_mla.cu`, whose code runs on sm_90 only.
+    fn is_hopper(&self) -> bool {
+        self.shape == "hopper"
+    }
+
     /// The kernel of this tile: its name and its index in the table of variants.
     fn variant(&self, problem: &Attention) -> Result<(&'static str, usize)> {
+        let logits = if has_logits_transform(problem) { "scaled" } else { "none" };
         let kernel = match (self.operands, self.shape) {
+            (_, "hopper") => return Ok(("hopper_mla", variants::find("hopper_mla", &[self.operands, logits])?)),
             ("f32", _) => "mla_f32",
             (_, "large") => "mla",
             _ => "mla_small",
         };
-        let logits = if has_logits_transform(problem) { "scaled" } else { "none" };
         Ok((kernel, variants::find(kernel, &[self.operands, self.shape, logits])?))
     }
 }
@@ -108,16 +117,35 @@ mod tests {
 
     #[test]
     fn every_combination_of_types_finds_a_kernel_on_every_gpu() {
-        for (q, kv, on_large, on_small) in [
-            (DType::F16, DType::F16, "mla_f16_large_none", "mla_small_f16_small_none"),
-            (DType::BF16, DType::BF16, "mla_bf16_large_none", "mla_small_bf16_small_none"),
-            (DType::BF16, DType::F8E4M3FN, "mla_bf16_fp8_large_scaled", "mla_small_bf16_fp8_small_scaled"),
-            (DType::F16, DType::F8E5M2, "mla_f16_fp8_large_scaled", "mla_small_f16_fp8_small_scaled"),
-            (DType::F32, DType::F32, "mla_f32_f32_small_scaled", "mla_f32_f32_small_scaled"),
+        for (q, kv, on_hopper, on_large, on_small) in [
+            (DType::F16, DType::F16, "hopper_mla_f16_none", "mla_f16_large_none", "mla_small_f16_small_none"),
+            (DType::BF16, DType::BF16, "hopper_mla_bf16_none", "mla_bf16_large_none", "mla_small_bf16_small_none"),
+            (
+                DType::BF16,
+                DType::F8E4M3FN,
+                "mla_bf16_fp8_large_scaled",
+                "mla_bf16_fp8_large_scaled",
+                "mla_small_bf16_fp8_small_scaled",
+            ),
+            (
+                DType::F16,
+                DType::F8E5M2,
+                "mla_f16_fp8_large_scaled",
+                "mla_f16_fp8_large_scaled",
+                "mla_small_f16_fp8_small_scaled",
+            ),
+            (
+                DType::F32,
+                DType::F32,
+                "mla_f32_f32_small_scaled",
+                "mla_f32_f32_small_scaled",
+                "mla_f32_f32_small_scaled",
+            ),
         ] {
             let problem = latent(4, 128, q, kv);
-            for (kilobytes, expected) in [(227, on_large), (163, on_large), (99, on_small)] {
-                let device = Device { shared_memory: kilobytes * 1024, ..device(false) };
+            let devices = [(90, 227, on_hopper), (100, 227, on_large), (80, 163, on_large), (120, 99, on_small)];
+            for (capability, kilobytes, expected) in devices {
+                let device = Device { capability, shared_memory: kilobytes * 1024, ..device(false) };
                 let launches = launches(&problem, &device).expect("the sizes are allowed");
                 assert_eq!(variants::VARIANTS[launches.list[0].variant].name, expected);
                 assert!(launches.list[0].config.shared_memory <= device.shared_memory);

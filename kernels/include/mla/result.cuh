@@ -1,0 +1,37 @@
+// The result of a work tile of multi-head latent attention, from its output in shared memory.
+#pragma once
+
+#include <cstdint>
+
+#include "output_rows.cuh"
+#include "params/attention.cuh"
+#include "partial_rows.cuh"
+#include "work_range.cuh"
+#include "work_tile.cuh"
+
+namespace xa::mla {
+
+/// Stores the rows of a work tile where the WorkRange says: in the workspace as a partial, or in out and lse. `output`
+/// is f32 with rows `kPitch` bytes apart; `state_of(row)` is (max, sum). kThreads threads call this; this one is thread
+/// `thread`.
+template <int kThreads, int kPitch, typename T, typename StateOf>
+__device__ __forceinline__ void store_rows(const AttentionParams& params, const WorkTile& work, const WorkRange& range,
+                                           const uint8_t* output, float log2_unit, int32_t thread,
+                                           const StateOf& state_of) {
+  const RowWriter<T, false> writer(params, work.tile, work.kv_head);
+  const PartialRows partial(params.partial, work.kv_head);
+  const int32_t row_vectors = params.value_dim / 4;  // float4
+#pragma unroll 1
+  for (int32_t item = thread; item < work.tile.num_rows * row_vectors; item += kThreads) {
+    const int32_t row = item / row_vectors, column = (item - row * row_vectors) * 4;
+    const float2 state = state_of(row);
+    const PartialState part = {state.x, state.y, *reinterpret_cast<const float4*>(output + row * kPitch + 4 * column)};
+    if (range.partial_row >= 0) {
+      partial.store(range.partial_row + row, column, part);
+    } else {
+      writer.write(row, column, part, log2_unit);
+    }
+  }
+}
+
+}  // namespace xa::mla
