@@ -147,8 +147,9 @@ def test_queries_are_rounded_to_the_dtype_of_the_cache():
 
 
 def shape_of(operator):
-    """A pattern for the shape of the operator's caches, or of their shards."""
-    (shape,) = {(*x.shape[:2], r"\d+", r"\d+" if len(CACHES[operator]) > 1 else x.shape[3]) for x in CACHES[operator]}
+    """A pattern for the shape of the operator's caches, or of their shards. A latent cache has no heads."""
+    caches = CACHES[operator]
+    (shape,) = {(*x.shape[:2], *[r"\d+"] * (x.ndim - 3), r"\d+" if len(caches) > 1 else x.shape[-1]) for x in caches}
     return rf"f32\[{','.join(map(str, shape))}\]"
 
 
