@@ -5,11 +5,8 @@ use crate::attention::metadata::corrupt;
 use crate::support::{
     Array, AttentionCase, BF16, Batch, BatchSpec, Dtypes, F8E4M3FN, F16, F32, FP8_DTYPES, InvalidMetadata, KvLayout,
     Mask, MaxSeqlenHints, MemoryLayout, Numbers, ReferenceCase, ScaleKind, Side, assert_named_matches_reference,
-    for_all, for_each_pool, latent_call,
+    for_all, for_each_pool, latent_call, latent_workspace,
 };
-
-/// Room for the partials of every CTA of an H200.
-const WORKSPACE: usize = 40_000_000;
 
 /// Decode, a prompt, a chunk, a sequence without queries, and more queries than keys.
 const LENGTHS: [(usize, usize); 6] = [(1, 90), (9, 9), (0, 4), (21, 64), (1, 1), (5, 3)];
@@ -63,7 +60,8 @@ fn long_sequences_agree_with_the_reference() {
             let lengths = [(1, 1500), (2, 900), (1, 2), (0, 5), (3, 700)];
             let spec =
                 BatchSpec { mask, sinks: index % 2 == 0, ..BatchSpec::latent(dtype.into(), heads, dims, &lengths) };
-            let workspace = [Some(WORKSPACE), Some(WORKSPACE), Some(2_000_000), None, Some(0), Some(WORKSPACE)][index];
+            let most = Some(latent_workspace());
+            let workspace = [most, most, Some(2_000_000), None, Some(0), most][index];
             let memory_layout =
                 MemoryLayout { workspace, rows_around: (3, 2), ..layout([16, 1, 64, 24, 7, 128][index]) };
             AttentionCase::latent(&spec.batch(), &memory_layout).assert_matches_reference();
@@ -85,7 +83,7 @@ fn options_agree_with_the_reference() {
                 BatchSpec { softcap: 30.0, scales: scaled, sinks: true, mask: Mask::sliding(50), ..plain(dtypes) },
             ),
         ] {
-            let memory_layout = MemoryLayout { workspace: Some(WORKSPACE), ..layout(16) };
+            let memory_layout = MemoryLayout { workspace: Some(latent_workspace()), ..layout(16) };
             assert_named_matches_reference(name, &mut AttentionCase::latent(&spec.batch(), &memory_layout));
         }
         // Sinks that outweigh everything and nothing, and scores of any size.
@@ -125,7 +123,7 @@ fn a_workspace_hints_and_num_seqs_do_not_change_what_is_computed() {
     for dtype in [F32, BF16] {
         let spec = BatchSpec::latent(dtype.into(), 16, [96, 64], &[(1, 1300), (9, 90), (1, 3)]);
         let batch = spec.batch();
-        for workspace in [None, Some(0), Some(1), Some(4096), Some(300_001), Some(WORKSPACE)] {
+        for workspace in [None, Some(0), Some(1), Some(4096), Some(300_001), Some(latent_workspace())] {
             let memory_layout = MemoryLayout { workspace, ..layout(16) };
             let with_lse = AttentionCase::latent(&batch, &memory_layout).assert_matches_reference();
             let without = AttentionCase::latent(&batch, &MemoryLayout { lse: false, ..memory_layout });
@@ -170,7 +168,7 @@ fn random_metadata_does_not_affect_sequences_with_valid_metadata() {
     for seed in 0..12 {
         let lengths = [(3, 300), (1, 700), (2, 90), (1, 1300), (1, 17)];
         let spec = BatchSpec { seed, ..BatchSpec::latent(BF16.into(), 16, [96, 64], &lengths) };
-        let memory_layout = MemoryLayout { workspace: Some(WORKSPACE), seed, ..layout(16) };
+        let memory_layout = MemoryLayout { workspace: Some(latent_workspace()), seed, ..layout(16) };
         let mut case = AttentionCase::latent(&spec.batch(), &memory_layout);
         corrupt(&mut case, seed);
         case.compare_with_reference(InvalidMetadata::Unspecified);
@@ -244,7 +242,7 @@ fn a_sequence_full_of_nan_changes_no_bit_of_another() {
     let lengths = [(1, 30), (9, 40), (1, 900), (20, 23)];
     for (dtypes, mask) in Dtypes::LATENT.into_iter().flat_map(|d| [Mask::CAUSAL, Mask::window(25, 3)].map(|m| (d, m))) {
         let batch = BatchSpec { mask, ..BatchSpec::latent(dtypes, 5, [48, 32], &lengths) }.batch();
-        let memory_layout = MemoryLayout { workspace: Some(WORKSPACE), ..layout(16) };
+        let memory_layout = MemoryLayout { workspace: Some(latent_workspace()), ..layout(16) };
         let clean = AttentionCase::latent(&batch, &memory_layout);
         let expected = clean.assert_matches_reference();
         for (affected, of_queries) in (0..lengths.len()).flat_map(|affected| [(affected, true), (affected, false)]) {
@@ -282,7 +280,7 @@ fn batch_invariant_rows_have_the_bits_of_their_sequence_alone() {
         let crowd = MemoryLayout {
             rows_around: (5, 9),
             spare_entries: 40,
-            workspace: Some(WORKSPACE),
+            workspace: Some(latent_workspace()),
             hints: MaxSeqlenHints::RoundedUp,
             ..layout(16)
         };
@@ -314,7 +312,7 @@ fn starts_of_many_sequences_are_clamped() {
     for seed in 0..4 {
         let lengths: Vec<_> = (0..300).map(|b| (if b % 10 == 3 { 9 } else { 1 + b % 2 }, 1 + b % 9)).collect();
         let spec = BatchSpec { seed, ..BatchSpec::latent(F16.into(), 3, [24, 16], &lengths) };
-        let workspace = if seed % 2 == 0 { None } else { Some(WORKSPACE) };
+        let workspace = if seed % 2 == 0 { None } else { Some(latent_workspace()) };
         let memory_layout = MemoryLayout { workspace, ..layout(16).bare() };
         let mut case = AttentionCase::latent(&spec.batch(), &memory_layout);
         case.disorder(false, seed);

@@ -2,7 +2,7 @@
 
 use crate::support::{
     ATTENTION_DTYPES, Array, BF16, BatchSpec, Dtypes, F8E4M3FN, F16, F32, FP8_DTYPES, MemoryLayout, MlaUpdateCase,
-    ReferenceCase, ScaleKind, Side, for_all, for_both_sides, latent_call,
+    ReferenceCase, ScaleKind, Side, for_all, for_both_sides, latent_call, latent_workspace,
 };
 
 const SCALED: [ScaleKind; 3] = [ScaleKind::None, ScaleKind::PerTensor, ScaleKind::None];
@@ -32,7 +32,7 @@ fn every_type_and_size_agrees_with_the_reference() {
             for scales in [[ScaleKind::None; 3], SCALED] {
                 let lengths = [(1, 700), (3, 40), (1, 1), (0, 6)];
                 let spec = BatchSpec { scales, ..BatchSpec::latent(dtypes, heads, dims, &lengths) };
-                let memory_layout = MemoryLayout { workspace: Some(40_000_000), ..MemoryLayout::default() };
+                let memory_layout = MemoryLayout { workspace: Some(latent_workspace()), ..MemoryLayout::default() };
                 MlaUpdateCase::new(&spec.batch(), &memory_layout, None).assert_matches_reference();
             }
         }

@@ -3,8 +3,8 @@
 use super::{
     Array, AttentionCase, AttentionConfig, Attr, Batch, BatchSpec, Comparison, Dtype, Dtypes, FP8_DTYPES,
     InvalidMetadata, Invocation, KvLayout, Mask, MemoryLayout, Numbers, Random, ReferenceCase, ScaleKind,
-    assert_matches_expected, expected_rows, for_both_sides, kv_cache_update, paged_call, poisoned, put, slot_mapping,
-    slots_of_rows,
+    assert_matches_expected, expected_rows, for_both_sides, kv_cache_update, paged_call, poisoned, put, runs_on_cpu,
+    slot_mapping, slots_of_rows,
 };
 use xla_attention::Op;
 
@@ -37,6 +37,11 @@ impl BatchSpec {
             ..Self::default()
         }
     }
+}
+
+/// Bytes with room for the partials of every CTA of an H200. The CPU has no partials, and tests fill and compare every byte.
+pub fn latent_workspace() -> usize {
+    if runs_on_cpu() { 4096 } else { 40_000_000 }
 }
 
 /// A random small call with any combination of options.
