@@ -143,8 +143,8 @@ To bits_as(From from) {
 }  // namespace emulator
 
 template <typename T>
-T __shfl_sync(unsigned, T x, int source) {
-  return emulator::exchange(x, [=](int) { return source & 31; });
+T __shfl_sync(unsigned, T x, int source, int width = emulator::kWarp) {
+  return emulator::exchange(x, [=](int lane) { return (lane & -width) | (source & (width - 1)); });
 }
 template <typename T>
 T __shfl_xor_sync(unsigned, T x, int mask) {
