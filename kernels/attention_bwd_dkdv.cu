@@ -5,13 +5,14 @@
 // Compiled once for each combination of
 //   XA_DTYPE     f16, bf16, f32
 //   XA_HEAD_DIM  the bucket: D and Dv up to it run, padded with zeros in shared memory
-//   XA_SHAPE     large, small (include/bwd/shape.cuh)
+//   XA_SHAPE     large, small; key_ranges: for query rows with bounds of their keys (include/bwd/shape.cuh)
 //   XA_LOGITS    none, softcap_alibi (include/bwd/probabilities.cuh)
 // Launch: kThreads threads, ceil(Tk / kHeld) * Hkv CTAs, Shape::kSharedBytes of dynamic shared memory.
 
 #include "bwd/probabilities.cuh"
 #include "bwd/products.cuh"
 #include "bwd/ptx_extra.cuh"
+#include "bwd/row_bounds.cuh"
 #include "bwd/rows.cuh"
 #include "bwd/sequence_segment.cuh"
 #include "bwd/shape.cuh"
@@ -30,8 +31,9 @@ class KeyGradients {
   using Scores = float[kTiles][kBlocks][4];
 
  public:
-  __device__ __forceinline__ KeyGradients(const BackwardParams& params, uint8_t* shared)
-      : params_(params),
+  __device__ __forceinline__ KeyGradients(const BackwardParamsOf<Shape>& params, uint8_t* shared)
+      : all_params_(params),
+        params_(backward_of(params)),
         shared_(shared),
         segment_(*reinterpret_cast<SequenceSegment*>(shared + Shape::kSegmentOffset)),
         base_(ptx::shared_address(shared)) {}
@@ -81,6 +83,10 @@ class KeyGradients {
   __device__ __forceinline__ ColumnRange* column_ranges() const {
     return reinterpret_cast<ColumnRange*>(shared_ + Shape::kColumnRangesOffset);
   }
+  /// The ranges of the query rows of a stage.
+  __device__ __forceinline__ RowRange* row_ranges(int stage) const {
+    return reinterpret_cast<RowRange*>(shared_ + Shape::kColumnRangesOffset) + stage * Shape::kBlock;
+  }
   /// How many rows of the block exist.
   __device__ __forceinline__ int32_t count() const {
     return min(params_.forward.capacity - segment_.first, Shape::kHeld);
@@ -99,6 +105,7 @@ class KeyGradients {
   /// Starts the copies of a block of Q and dO and of its row statistics, from packed row `first` of the sequence on.
   __device__ __forceinline__ void fetch(int32_t first, int stage) const {
     const int32_t count = segment_.columns.end - first;
+    if (Shape::kHasRanges && count <= 0) return;
     const QueryBlock block(params_.forward, segment_.tile.first_token, first, segment_.kv_head);
     fetch_queries<T, Shape, Shape::kBlock>(params_, block, count, queries(stage), queries(stage) + Shape::kBlockBytes);
     const int32_t index_in_block = ptx::thread();
@@ -116,6 +123,11 @@ class KeyGradients {
         row.negative_slope = negative_slope(params_.forward, segment_.tile.sequence, head);
         row.position = block.rows.query(index_in_block) + Visibility(params_.forward, segment_.tile).shift;
       }
+      if constexpr (Shape::kHasRanges) {
+        const Visibility visibility(params_.forward, segment_.tile);
+        row_ranges(stage)[index_in_block] =
+            row_range(all_params_.ranges, visibility, segment_.tile, block.rows.query(index_in_block));
+      }
     }
     ptx::cp_async_commit();
   }
@@ -130,6 +142,20 @@ class KeyGradients {
       row.negative_lse = negative_lse(row.negative_lse);
     } else {
       row = {-INFINITY, 0.0f, 0.0f, 0};
+      if constexpr (Shape::kHasRanges) row_ranges(stage)[index_in_block] = {0, 0};
+    }
+  }
+
+  /// The first packed query row of the first block from row `row` on that attends to some key of the segment.
+  __device__ __forceinline__ int32_t block_from(int32_t row) const {
+    if constexpr (Shape::kHasRanges) {
+      const int32_t group = params_.forward.group, low = segment_.first_key + segment_.tile.first_row;
+      const Visibility visibility(params_.forward, segment_.tile);
+      const int32_t query = next_attending_query(all_params_.ranges, visibility, segment_.tile, row / group, low,
+                                                 low + segment_.tile.num_rows - 1);
+      return max(row, query * group);
+    } else {
+      return row;
     }
   }
 
@@ -138,10 +164,14 @@ class KeyGradients {
     // Addresses derived from it are worth registers within the loop, but not across segments.
     base_ = ptx::opaque(base_);
     stream_blocks<Shape>(
-        segment_, [&](int32_t first, int stage) { fetch(first, stage); },
+        segment_, [&] { return block_from(segment_.columns.begin); },
+        [&](int32_t first) { return block_from(first + Shape::kBlock); },
+        [&](int32_t first, int stage) { fetch(first, stage); },
         [&] {
-          for (int32_t row = ptx::thread(); row < Shape::kHeld; row += Shape::kThreads) {
-            column_ranges()[row] = HeldKeys<Shape::kHeld>::columns_of(params_.forward, segment_, row);
+          if constexpr (!Shape::kHasRanges) {
+            for (int32_t row = ptx::thread(); row < Shape::kHeld; row += Shape::kThreads) {
+              column_ranges()[row] = HeldKeys<Shape::kHeld>::columns_of(params_.forward, segment_, row);
+            }
           }
         },
         [&](int32_t first, int stage) { wait_for(first, stage); },
@@ -160,7 +190,11 @@ class KeyGradients {
     const int32_t column = first + own_chunk;
     p_and_ds<T, true, LogitsTransform>(p, ds, params_.forward, row_stats(stage) + own_chunk,
                                        segment_.first_key + warp_row);
-    if (column < segment_.common.begin || column + Shape::kChunk > segment_.common.end) {
+    if constexpr (Shape::kHasRanges) {
+      const RowRange* const ranges = row_ranges(stage) + own_chunk;
+      const int32_t key = segment_.first_key + warp_row;
+      if (!all_hold<Shape::kChunk>(ranges, key, key + Shape::kWarpRows)) mask_columns(p, ds, ranges, key);
+    } else if (column < segment_.common.begin || column + Shape::kChunk > segment_.common.end) {
       mask(p, ds, [&](int32_t row) { return column_ranges()[warp_row + row]; }, column);
     }
     const int32_t first_chunk = 2 * column_warp();
@@ -194,6 +228,7 @@ class KeyGradients {
                           [&](auto* rows) { clear_rows<Shape::kThreads>(count(), dim, row_at(rows, dim)); });
   }
 
+  const BackwardParamsOf<Shape>& all_params_;
   const BackwardParams& params_;
   uint8_t* const shared_;
   SequenceSegment& segment_;
@@ -208,10 +243,11 @@ namespace {
 using T = xa::XA_PASTE(dtype_, XA_DTYPE);
 using LogitsTransform = xa::XA_PASTE(bwd_logits_, XA_LOGITS);
 using Shape = xa::BackwardShape<xa::tiles::gradient_dkdv, xa::tiles::XA_PASTE(shape_, XA_SHAPE), T, XA_HEAD_DIM>;
+using Params = xa::BackwardParamsOf<Shape>;
 }  // namespace
 
 extern "C" __global__ void __launch_bounds__(Shape::kThreads, Shape::kCtasPerSm)
-    XA_ENTRY(const __grid_constant__ xa::BackwardParams params) {
+    XA_ENTRY(const __grid_constant__ Params params) {
   extern __shared__ __align__(128) uint8_t shared[];
   xa::KeyGradients<Shape, T, LogitsTransform>(params, shared).run();
 }

@@ -5,13 +5,14 @@
 // Compiled once for each combination of
 //   XA_DTYPE     f16, bf16, f32
 //   XA_HEAD_DIM  the bucket: D and Dv up to it run, padded with zeros in shared memory
-//   XA_SHAPE     large, small (include/bwd/shape.cuh)
+//   XA_SHAPE     small; key_ranges: the same for rows with bounds of their keys (include/bwd/shape.cuh)
 //   XA_LOGITS    none, softcap_alibi (include/bwd/probabilities.cuh)
 // Launch: kThreads threads, ceil(Tq * group / kHeld) * Hkv CTAs, Shape::kSharedBytes of dynamic shared memory.
 
 #include "bwd/probabilities.cuh"
 #include "bwd/products.cuh"
 #include "bwd/ptx_extra.cuh"
+#include "bwd/row_bounds.cuh"
 #include "bwd/rows.cuh"
 #include "bwd/sequence_segment.cuh"
 #include "bwd/shape.cuh"
@@ -30,8 +31,9 @@ class QueryGradients {
   using Scores = float[kTiles][kBlocks][4];
 
  public:
-  __device__ __forceinline__ QueryGradients(const BackwardParams& params, uint8_t* shared)
-      : params_(params),
+  __device__ __forceinline__ QueryGradients(const BackwardParamsOf<Shape>& params, uint8_t* shared)
+      : all_params_(params),
+        params_(backward_of(params)),
         shared_(shared),
         segment_(*reinterpret_cast<SequenceSegment*>(shared + Shape::kSegmentOffset)),
         base_(ptx::shared_address(shared)) {}
@@ -76,6 +78,9 @@ class QueryGradients {
   __device__ __forceinline__ QueryRowStats* row_stats() const {
     return reinterpret_cast<QueryRowStats*>(shared_ + Shape::kQueryRowsOffset);
   }
+  __device__ __forceinline__ RowRange* row_ranges() const {
+    return reinterpret_cast<RowRange*>(shared_ + Shape::kColumnRangesOffset);
+  }
   /// The rows of the block, and how many of them exist.
   __device__ __forceinline__ QueryBlock held() const {
     return QueryBlock(params_.forward, 0, segment_.first, segment_.kv_head);
@@ -115,9 +120,43 @@ class QueryGradients {
 
   /// Starts the copies of a block of K and V, from key `first` of the sequence on.
   __device__ __forceinline__ void fetch(int32_t first, int stage) const {
-    fetch_keys<T, Shape, Shape::kBlock>(params_, segment_.tile.start_k + first, segment_.columns.end - first,
-                                        segment_.kv_head, keys(stage), keys(stage) + Shape::kBlockBytes);
+    const int32_t row = segment_.tile.start_k + first, count = segment_.columns.end - first;
+    if (Shape::kHasRanges && count <= 0) return;
+    const uint32_t to = keys(stage);
+    if constexpr (Shape::kHasRanges) {
+      static_assert(Shape::kBlock <= 64, "RowRanges::attended_64");
+      const uint64_t attended = RowRanges<Shape::kHeld>(row_ranges()).attended_64(first);
+      fetch_keys<T, Shape, Shape::kBlock>(params_, row, count, segment_.kv_head, to, to + Shape::kBlockBytes,
+                                          [=](int32_t key) { return (attended >> key & 1) != 0; });
+    } else {
+      fetch_keys<T, Shape, Shape::kBlock>(params_, row, count, segment_.kv_head, to, to + Shape::kBlockBytes);
+    }
     ptx::cp_async_commit();
+  }
+
+  /// The first key of the segment's first block. With ranges, stores those of the rows of the segment.
+  __device__ __forceinline__ int32_t first_block() const {
+    if constexpr (Shape::kHasRanges) {
+      const Visibility visibility(params_.forward, segment_.tile);
+      for (int32_t row = ptx::thread(); row < Shape::kHeld; row += Shape::kThreads) {
+        const int32_t position = HeldQueries<Shape::kHeld>::position(params_.forward, segment_, row);
+        row_ranges()[row] = position == kNoPosition
+                                ? RowRange{0, 0}
+                                : row_range(all_params_.ranges, visibility, segment_.tile, position - visibility.shift);
+      }
+      __syncthreads();
+      return block_from(segment_.columns.begin);
+    } else {
+      return segment_.columns.begin;
+    }
+  }
+  /// The first block from `key` on that some row attends to.
+  __device__ __forceinline__ int32_t block_from(int32_t key) const {
+    if constexpr (Shape::kHasRanges) {
+      return RowRanges<Shape::kHeld>(row_ranges()).template next_block<1>(key, segment_.columns.end);
+    } else {
+      return key;
+    }
   }
 
   /// Adds up dQ over the keys of the segment.
@@ -125,7 +164,8 @@ class QueryGradients {
     // Addresses derived from it are worth registers within the loop, but not across segments.
     base_ = ptx::opaque(base_);
     stream_blocks<Shape>(
-        segment_, [&](int32_t first, int stage) { fetch(first, stage); },
+        segment_, [&] { return first_block(); }, [&](int32_t first) { return block_from(first + Shape::kBlock); },
+        [&](int32_t first, int stage) { fetch(first, stage); },
         [&] {
           for (int32_t row = ptx::thread(); row < Shape::kHeld; row += Shape::kThreads) {
             QueryRowStats& to = row_stats()[row];
@@ -150,7 +190,12 @@ class QueryGradients {
     const int32_t column = first + own_chunk;
     const QueryRowStats* const stats = row_stats() + warp_row;
     p_and_ds<T, false, LogitsTransform>(p, ds, params_.forward, stats, column);
-    if (column < segment_.common.begin || column + Shape::kChunk > segment_.common.end) {
+    if constexpr (Shape::kHasRanges) {
+      const RowRange* const ranges = row_ranges() + warp_row;
+      if (!all_hold<Shape::kWarpRows>(ranges, column, column + Shape::kChunk)) {
+        mask(p, ds, [&](int32_t row) { return ColumnRange{ranges[row].begin, ranges[row].end}; }, column);
+      }
+    } else if (column < segment_.common.begin || column + Shape::kChunk > segment_.common.end) {
       // A row's visible keys are computed again here instead of being kept: few chunks need the mask.
       const auto columns_of = [&](int32_t row) {
         const Visibility visibility(params_.forward, segment_.tile);
@@ -183,6 +228,7 @@ class QueryGradients {
     });
   }
 
+  const BackwardParamsOf<Shape>& all_params_;
   const BackwardParams& params_;
   uint8_t* const shared_;
   SequenceSegment& segment_;
@@ -196,10 +242,11 @@ namespace {
 using T = xa::XA_PASTE(dtype_, XA_DTYPE);
 using LogitsTransform = xa::XA_PASTE(bwd_logits_, XA_LOGITS);
 using Shape = xa::BackwardShape<xa::tiles::gradient_dq, xa::tiles::XA_PASTE(shape_, XA_SHAPE), T, XA_HEAD_DIM>;
+using Params = xa::BackwardParamsOf<Shape>;
 }  // namespace
 
 extern "C" __global__ void __launch_bounds__(Shape::kThreads, Shape::kCtasPerSm)
-    XA_ENTRY(const __grid_constant__ xa::BackwardParams params) {
+    XA_ENTRY(const __grid_constant__ Params params) {
   extern __shared__ __align__(128) uint8_t shared[];
   xa::QueryGradients<Shape, T, LogitsTransform>(params, shared).run();
 }

@@ -48,6 +48,12 @@ pub struct FlashAttnVarlenOptions<'a, M = Host> {
     /// `i32[B]`: the position of each sequence's query 0 among its keys, of any sign, instead of an alignment; not with
     /// `top_left`. Numbers saturate to 2^28 in magnitude.
     pub q_offset: Option<TensorRef<'a, M>>,
+    /// `i32[Tq]`: the first key of its sequence that each query row may attend to, besides what masks hide; `None` for 0.
+    /// Clamped to the sequence's keys.
+    pub k_start: Option<TensorRef<'a, M>>,
+    /// `i32[Tq]`: the end of the keys that each query row may attend to; `None` for all. A row whose range is empty attends
+    /// to no key.
+    pub k_end: Option<TensorRef<'a, M>>,
     /// Multiplies q·k; finite and positive. `None` is `D^-0.5`.
     pub softmax_scale: Option<f32>,
     /// Scores become `softcap * tanh(score / softcap)`; 0 is off.
@@ -82,6 +88,8 @@ impl<M> Default for FlashAttnVarlenOptions<'_, M> {
             k_scale: None,
             v_scale: None,
             q_offset: None,
+            k_start: None,
+            k_end: None,
             softmax_scale: None,
             softcap: 0.0,
             causal: false,
@@ -150,6 +158,8 @@ pub fn flash_attn_varlen<'a, M: Memory>(
         k_scale: options.k_scale,
         v_scale: options.v_scale,
         q_offset: options.q_offset,
+        k_start: options.k_start,
+        k_end: options.k_end,
     };
     let attributes = Attributes {
         batch_invariant: options.batch_invariant,

@@ -45,6 +45,12 @@ pub struct FlashAttnVarlenBwdOptions<'a, M = Host> {
     pub dlse: Option<TensorRef<'a, M>>,
     /// `i32[B]`: the position of each sequence's query 0 among its keys
     pub q_offset: Option<TensorRef<'a, M>>,
+    /// `i32[Tq]`: the first key of its sequence that each query row may attend to, besides what masks hide; `None` for 0.
+    /// Clamped to the sequence's keys.
+    pub k_start: Option<TensorRef<'a, M>>,
+    /// `i32[Tq]`: the end of the keys that each query row may attend to; `None` for all. A row whose range is empty attends
+    /// to no key.
+    pub k_end: Option<TensorRef<'a, M>>,
     /// Multiplies q·k; finite and positive. `None` is `D^-0.5`.
     pub softmax_scale: Option<f32>,
     /// The softcap of the scores; 0 disables it.
@@ -76,6 +82,8 @@ impl<M> Default for FlashAttnVarlenBwdOptions<'_, M> {
             sinks: None,
             dlse: None,
             q_offset: None,
+            k_start: None,
+            k_end: None,
             softmax_scale: None,
             softcap: 0.0,
             causal: false,
@@ -177,6 +185,8 @@ pub fn flash_attn_varlen_bwd<'a, M: Memory>(
         sinks: options.sinks,
         dlse: options.dlse,
         q_offset: options.q_offset,
+        k_start: options.k_start,
+        k_end: options.k_end,
     };
     let attributes = Attributes {
         causal: options.causal,

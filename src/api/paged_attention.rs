@@ -44,6 +44,12 @@ pub struct PagedAttentionOptions<'a, M = Host> {
     pub k_scale: Option<TensorRef<'a, M>>,
     /// `f32[1]` or `f32[Hkv]`: dequantization scale of V
     pub v_scale: Option<TensorRef<'a, M>>,
+    /// `i32[T]`: the first key of its sequence that each query row may attend to, besides what masks hide; `None` for 0.
+    /// Clamped to the sequence's keys.
+    pub k_start: Option<TensorRef<'a, M>>,
+    /// `i32[T]`: the end of the keys that each query row may attend to; `None` for all. A row whose range is empty attends
+    /// to no key.
+    pub k_end: Option<TensorRef<'a, M>>,
     /// The bits of a sequence's rows depend only on that sequence and static sizes.
     pub batch_invariant: bool,
 }
@@ -59,6 +65,8 @@ impl<M> Default for PagedAttentionOptions<'_, M> {
             q_scale: None,
             k_scale: None,
             v_scale: None,
+            k_start: None,
+            k_end: None,
             batch_invariant: false,
         }
     }
@@ -120,6 +128,8 @@ pub fn paged_attention<'a, M: Memory>(
         q_scale: options.q_scale,
         k_scale: options.k_scale,
         v_scale: options.v_scale,
+        k_start: options.k_start,
+        k_end: options.k_end,
     };
     let attributes = Attributes {
         batch_invariant: options.batch_invariant,

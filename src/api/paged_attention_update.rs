@@ -94,6 +94,8 @@ pub fn paged_attention_update<'a, M: Memory>(
         q_scale: options.q_scale,
         k_scale: options.k_scale,
         v_scale: options.v_scale,
+        k_start: options.k_start,
+        k_end: options.k_end,
     };
     let attributes = Attributes {
         batch_invariant: options.batch_invariant,

@@ -82,7 +82,8 @@ impl Row<'_> {
         let (weights, lse) = unsafe { self.weights() };
         // SAFETY: the caller guarantees that the problem's scales are readable.
         let v_scale = unsafe { self.scale(problem.v_scale) };
-        for (j, weight) in self.visible().zip(weights) {
+        // SAFETY: the caller guarantees valid memory.
+        for (j, weight) in unsafe { self.visible() }.zip(weights) {
             // SAFETY: visible keys are below `len_k`.
             let value = unsafe { self.row(&problem.v, j) };
             for (d, o) in out.iter_mut().enumerate() {
@@ -101,7 +102,8 @@ impl Row<'_> {
         // SAFETY: `sinks` is `[Hq]`.
         let sink = self.problem.score.sinks.map(|sinks| f64::from(unsafe { sinks.add(self.head).read() }));
         let sink = sink.unwrap_or(f64::NEG_INFINITY);
-        let visible = self.visible();
+        // SAFETY: the caller guarantees valid memory.
+        let visible = unsafe { self.visible() };
         if visible.is_empty() {
             return (Vec::new(), sink);
         }
@@ -126,7 +128,8 @@ impl Row<'_> {
         let smallest = accuracy::FP8_SMALL_WEIGHT * weights.iter().copied().fold(0.0, f64::max);
         // SAFETY: the caller guarantees that the problem's scales are readable.
         let v_scale = unsafe { self.scale(problem.v_scale) }.abs();
-        for (j, weight) in self.visible().zip(weights) {
+        // SAFETY: the caller guarantees valid memory.
+        for (j, weight) in unsafe { self.visible() }.zip(weights) {
             // The score's error affects the weight and the sum that divides it.
             let by_scores = (weight * (2.0 * score_error).exp_m1()).min(1.0);
             let off = (accuracy::FP8_WEIGHT * weight).max(smallest) + by_scores;
@@ -146,12 +149,19 @@ impl Row<'_> {
         self.i as i64 + position_of_query_0(&self.problem.score, offset, len_q, len_k)
     }
 
-    fn visible(&self) -> Range<usize> {
+    /// # Safety
+    /// As [`attend`].
+    unsafe fn visible(&self) -> Range<usize> {
         let (score, position) = (&self.problem.score, self.position());
         let first = if score.window_left < 0 { 0 } else { position.saturating_sub(score.window_left) };
         let last = if score.window_right < 0 { i64::MAX } else { position.saturating_add(score.window_right) };
         let first = first.max(self.sequence.leftpad as i64);
         let end = last.saturating_add(1).min(self.sequence.len_k as i64).max(first);
+        let ranges = &self.problem.queries.key_ranges;
+        // SAFETY: the bounds are `[Tq]`, of which the query is one.
+        let bound = |of: Option<*const i32>| of.map(|of| unsafe { of.add(self.sequence.first_row + self.i).read() });
+        let first = bound(ranges.start).map_or(first, |start| first.max(start.into()));
+        let end = bound(ranges.end).map_or(end, |bound| end.min(bound.into())).max(first);
         first as usize..end as usize
     }
 

@@ -75,9 +75,32 @@ pub struct Queries {
     /// `i32[B]`, dense: the position of query 0 among the keys, clamped to `[-LARGEST_Q_OFFSET, LARGEST_Q_OFFSET]`,
     /// instead of what [`Score::top_left`] says
     pub offset: Option<*const i32>,
+    /// Bounds of the keys of each row.
+    pub key_ranges: KeyRanges,
     /// The caller's upper bound of the sequence lengths (`max_seqlen_q`), 0 if unknown. It is a hint that affects only
     /// speed, because it may be wrong.
     pub longest: usize,
+}
+
+/// Bounds of the keys that each query row attends to, besides the masks, as metadata on the device: key j of the row's
+/// sequence only if `start <= j < end`. Entries are clamped to `[0, len_k]`.
+#[derive(Clone, Copy, Debug)]
+pub struct KeyRanges {
+    /// `i32[Tq]`, dense; 0 if `None`
+    pub start: Option<*const i32>,
+    /// `i32[Tq]`, dense; `len_k` if `None`
+    pub end: Option<*const i32>,
+}
+
+impl KeyRanges {
+    /// No bounds.
+    pub const NONE: Self = Self { start: None, end: None };
+
+    /// Whether there is no bound.
+    #[must_use]
+    pub fn is_none(&self) -> bool {
+        self.start.is_none() && self.end.is_none()
+    }
 }
 
 /// The place and the number of each sequence's keys, as metadata on the device. The number, `len_k`, is clamped to
@@ -438,6 +461,12 @@ pub(super) fn q_offset(
         }
     }
     Ok(offset)
+}
+
+/// Validates the optional operands `k_start i32[Tq]` and `k_end i32[Tq]`; `rows` is the target's name of Tq and its value.
+pub(super) fn key_ranges(args: &CallArguments, rows: (&'static str, i64)) -> Result<KeyRanges> {
+    let start = optional_indices(args, Operand::KStart, rows)?;
+    Ok(KeyRanges { start, end: optional_indices(args, Operand::KEnd, rows)? })
 }
 
 /// Validates an optional operand `i32[B]`.

@@ -18,6 +18,7 @@ use crate::tensor::{DType, Dim, Tensor, missing};
 /// | k, v | `[Tk, Hkv, D]`, `[Tk, Hkv, Dv]`; with a `block_table` `[P, page_size, Hkv, D]`, `[P, page_size, Hkv, Dv]`, or one buffer in k (`kv_layout`) |
 /// | `cu_seqlens_q`, `cu_seqlens_k` | `i32[B+1]`; with pages and `seqused_k` the latter is not read and may have any shape |
 /// | `seqused_k`, `seqused_q`, `leftpad_k`, `q_offset` | `i32[B]` |
+/// | `k_start`, `k_end` | `i32[Tq]` |
 /// | `block_table` | `i32[B, M]` |
 pub(crate) fn problem<'a>(args: &CallArguments<'a>) -> Result<Attention<'a>> {
     let q = args.operand(Operand::Q);
@@ -53,6 +54,7 @@ pub(crate) fn problem<'a>(args: &CallArguments<'a>) -> Result<Attention<'a>> {
             starts,
             used: per_sequence(args, Operand::SequsedQ, slots)?,
             offset: attention::q_offset(args, attributes.top_left, (rows, &stored.storage), slots)?,
+            key_ranges: attention::key_ranges(args, ("Tq", rows))?,
             longest: longest_q,
         },
         keys: Keys {

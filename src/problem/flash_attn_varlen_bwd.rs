@@ -4,7 +4,7 @@
 //! 3.1.2) with a gradient of the lse. Metadata is clamped as in [`super::attention`]. Paged keys and 8-bit dtypes have
 //! no gradient.
 
-use super::attention::{Attention, KeyStorage, Keys, Queries, per_sequence, q_offset, query_sizes, score};
+use super::attention::{Attention, KeyStorage, Keys, Queries, key_ranges, per_sequence, q_offset, query_sizes, score};
 use super::flash_attn_varlen::{packed_keys, score_attributes};
 use super::validate::{self, contiguous_rows, dense, kernel_sizes};
 use super::{BoolAttribute, CallArguments, CallResult, I64Attribute, Operand};
@@ -55,6 +55,7 @@ unsafe impl Sync for FlashAttnVarlenBwd<'_> {}
 /// | `softmax_lse`, dlse | `f32[Hq, Tq]` |
 /// | `cu_seqlens_q`, `cu_seqlens_k` | `i32[B+1]` |
 /// | `seqused_k`, `seqused_q`, `leftpad_k`, `q_offset` | `i32[B]` |
+/// | `k_start`, `k_end` | `i32[Tq]` |
 pub(crate) fn problem<'a>(args: &CallArguments<'a>) -> Result<FlashAttnVarlenBwd<'a>> {
     let [q, k, v, out, dout] =
         [Operand::Q, Operand::K, Operand::V, Operand::Out, Operand::Dout].map(|name| args.operand(name));
@@ -125,6 +126,7 @@ pub(crate) fn problem<'a>(args: &CallArguments<'a>) -> Result<FlashAttnVarlenBwd
                 starts: starts_q,
                 used: per_sequence(args, Operand::SequsedQ, slots)?,
                 offset: q_offset(args, attributes.top_left, (rows, &storage), slots)?,
+                key_ranges: key_ranges(args, ("Tq", rows))?,
                 longest: lengths[0].1 as usize,
             },
             keys: Keys {

@@ -1,7 +1,7 @@
 //! Multi-head latent attention in its absorbed form: all query heads attend to one paged cache of latent rows, which are
 //! the keys and, in their first Dv columns, the values (`docs/semantics.md#mla_paged_attention`).
 
-use super::attention::{self, Attention, KeyStorage, Keys, Queries, ScoreAttributes};
+use super::attention::{self, Attention, KeyRanges, KeyStorage, Keys, Queries, ScoreAttributes};
 use super::validate::{self, MAX_LATENT_DIM, MAX_LATENT_VALUE_DIM};
 use super::{BoolAttribute, CallArguments, CallResult, F32Attribute, KvView, Operand};
 use crate::error::{Error, Result, ensure};
@@ -66,7 +66,14 @@ pub(crate) fn problem<'a>(args: &CallArguments<'a>) -> Result<Attention<'a>> {
         out,
         lse: attention::softmax_lse(args, q_heads, Dim::Is("Tq", rows))?,
         workspace: attention::workspace(args)?,
-        queries: Queries { num_seqs, starts, used: None, offset: None, longest: longest_q },
+        queries: Queries {
+            num_seqs,
+            starts,
+            used: None,
+            offset: None,
+            key_ranges: KeyRanges::NONE,
+            longest: longest_q,
+        },
         keys: Keys {
             starts: None,
             used: Some(used),

@@ -18,6 +18,7 @@ use crate::tensor::Dim;
 /// | `block_tables` | `i32[S, M]` |
 /// | `query_start_loc` | `i32[S+1]`: first query row of each sequence, and the end of the last |
 /// | `num_seqs` | `i32[1]` or `i32[]`: number of sequences, at most S |
+/// | `k_start`, `k_end` | `i32[T]` |
 pub(crate) fn problem<'a>(args: &CallArguments<'a>) -> Result<Attention<'a>> {
     let query = args.operand(Operand::Query);
     let (rows, q_heads, head_dim) = query_sizes("query", "T", &query)?;
@@ -62,6 +63,7 @@ pub(crate) fn problem<'a>(args: &CallArguments<'a>) -> Result<Attention<'a>> {
             starts,
             used: None,
             offset: None,
+            key_ranges: attention::key_ranges(args, ("T", rows))?,
             longest: 0,
         },
         keys: Keys { starts: None, used: Some(lens), leftpad: None, storage: KeyStorage::Paged(table), longest: 0 },

@@ -213,6 +213,10 @@ inline int __reduce_add_sync(unsigned, int x) {
   for (int distance = 1; distance < emulator::kWarp; distance *= 2) x += __shfl_xor_sync(~0u, x, distance);
   return x;
 }
+inline unsigned __reduce_or_sync(unsigned, unsigned x) {
+  for (int distance = 1; distance < emulator::kWarp; distance *= 2) x |= __shfl_xor_sync(~0u, x, distance);
+  return x;
+}
 inline float __fdividef(float x, float y) { return x / y; }
 inline unsigned long long atomicAdd(unsigned long long* to, unsigned long long x) {
   const unsigned long long before = *to;

@@ -159,6 +159,11 @@ fn case(generator: &mut Generator, target: Op, sizes: &ProblemSizes, stored: Sto
     let far = if sizes.alibi == Alibi::Off { [1 << 28, i32::MAX, i32::MIN] } else { [77, 99, -77] };
     let q_offset = (!paged && !sizes.config.mask.top_left && generator.chance(30))
         .then(|| (0..slots).map(|_| generator.one_of(&[0, 1, -1, 5, -9, 40, far[0], far[1], far[2]])).collect());
+    let bounds = |generator: &mut Generator| {
+        let bounds = generator.lengths(sizes.rows, capacity);
+        generator.chance(30).then_some(bounds)
+    };
+    let (k_start, k_end) = (bounds(generator), bounds(generator));
     let is_read = stored.kv_geometry.layout == KvLayout::Contiguous || seqused_k.is_none();
     // Without sequences an empty `seqused_k` counts as left out, and `cu_seqlens_k` must have its size.
     let starts = if is_read || slots == 0 { slots + 1 } else { generator.between(0, slots + 3) };
@@ -181,6 +186,8 @@ fn case(generator: &mut Generator, target: Op, sizes: &ProblemSizes, stored: Sto
         seqused_k,
         leftpad_k,
         q_offset,
+        k_start,
+        k_end,
         block_table: stored.block_table,
         alibi_slopes: sizes.slopes(generator),
         alibi: sizes.alibi,

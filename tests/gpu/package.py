@@ -29,6 +29,7 @@ GPU_TESTS = {
         "paged_attention_update",
         "mla_paged_attention",
         "mla_paged_attention_update",
+        "key_ranges",
         "flash_attn_varlen",
         "flash_attn_varlen_bwd",
         "tuned_prefill",

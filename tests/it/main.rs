@@ -26,6 +26,7 @@ mod gather_kv_cache;
 mod handler_sets;
 mod head_groups;
 mod instruction_sets;
+mod key_ranges;
 mod kv_cache_update;
 mod kv_cache_update_fp8;
 mod layering;

@@ -40,6 +40,10 @@ pub struct AttentionCase {
     pub leftpad_k: Option<Vec<i32>>,
     /// `[B]`
     pub q_offset: Option<Vec<i32>>,
+    /// `[Tq]`
+    pub k_start: Option<Vec<i32>>,
+    /// `[Tq]`
+    pub k_end: Option<Vec<i32>>,
     /// `[B, M]`
     pub block_table: Vec<i32>,
     /// `[Hq]` or `[B, Hq]`.
@@ -88,6 +92,7 @@ impl AttentionCase {
         let seqused_k = memory_layout.seqused_k.then(|| per_slot(&|s| s.len_k as i32));
         let leftpad_k = batch.leftpad.then(|| per_slot(&|s| s.leftpad as i32));
         let q_offset = batch.q_offset.then(|| per_slot(&|s| s.q_offset));
+        let (k_start, k_end) = store_key_ranges(batch, &cu_seqlens_q, q.dims[0] as usize, &mut random);
         let longest = |of: fn(&SequenceData) -> usize| batch.sequences.iter().map(of).max().unwrap_or(0);
         let hints = match memory_layout.hints {
             MaxSeqlenHints::Unknown => (0, 0),
@@ -115,6 +120,8 @@ impl AttentionCase {
             seqused_k,
             leftpad_k,
             q_offset,
+            k_start,
+            k_end,
             block_table: keys.block_table,
             alibi_slopes: slopes(batch, slots),
             alibi: batch.alibi,
@@ -223,6 +230,8 @@ impl AttentionCase {
             "seqused_q" => self.seqused_q.as_deref().map(i32s),
             "leftpad_k" => self.leftpad_k.as_deref().map(i32s),
             "q_offset" => self.q_offset.as_deref().map(i32s),
+            "k_start" => self.k_start.as_deref().map(i32s),
+            "k_end" => self.k_end.as_deref().map(i32s),
             "alibi_slopes" => self.alibi_slopes.as_ref().map(slopes),
             "sinks" => f32s(config.sinks.as_ref()),
             "q_scale" => f32s(config.q_scale.as_ref()),
@@ -275,8 +284,8 @@ pub fn i32s(values: &[i32]) -> Array {
 fn name_of(target: Op, batch: &Batch, memory_layout: &MemoryLayout) -> String {
     let lengths: Vec<_> = batch.sequences.iter().map(|s| (s.len_q, s.len_k, s.leftpad)).collect();
     format!(
-        "{target:?}, (len_q, len_k, leftpad) {lengths:?}, {:?}, alibi {:?}, {memory_layout:?}",
-        batch.config, batch.alibi
+        "{target:?}, (len_q, len_k, leftpad) {lengths:?}, {:?}, alibi {:?}, key bounds {:?}, {memory_layout:?}",
+        batch.config, batch.alibi, batch.key_bounds
     )
 }
 
@@ -333,6 +342,26 @@ fn store_queries(
         used.push(random.one_of(&[0, -1, i32::MIN]));
     }
     (q, starts, memory_layout.seqused_q.then_some(used))
+}
+
+/// `k_start` and `k_end`; rows of no sequence have hostile numbers.
+fn store_key_ranges(
+    batch: &Batch,
+    starts: &[i32],
+    rows: usize,
+    random: &mut Random,
+) -> (Option<Vec<i32>>, Option<Vec<i32>>) {
+    let mut store = |is_given: bool, of: fn(&(i32, i32)) -> i32| {
+        is_given.then(|| {
+            let mut bounds: Vec<i32> = (0..rows).map(|_| random.hostile_i32()).collect();
+            for (sequence, start) in batch.sequences.iter().zip(starts) {
+                let own = &mut bounds[*start as usize..][..sequence.len_q];
+                own.iter_mut().zip(&sequence.key_ranges).for_each(|(to, range)| *to = of(range));
+            }
+            bounds
+        })
+    };
+    (store(batch.key_bounds.has_start(), |range| range.0), store(batch.key_bounds.has_end(), |range| range.1))
 }
 
 struct StoredKeys {
@@ -412,7 +441,9 @@ fn store_pages(batch: &Batch, memory_layout: &MemoryLayout, random: &mut Random)
             let end = visible_keys.len().min((index + 1) * page_size);
             // A server that reuses pages behind the sliding window leaves table entries that point at data of another
             // sequence.
-            let is_read = free.is_empty() || visible_keys[index * page_size..end].contains(&true);
+            // An update stores the last tokens, also those to which no query attends.
+            let is_new = end > sequence.len_k.saturating_sub(sequence.len_q);
+            let is_read = free.is_empty() || is_new || visible_keys[index * page_size..end].contains(&true);
             *entry = if is_read { pages[index] } else { free[0] } as i32;
         }
     }

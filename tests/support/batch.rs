@@ -1,6 +1,6 @@
 //! Attention problems as numbers: the sequences of a batch, their sizes and options, independent of a memory layout.
 
-use super::{BF16, Dtype, F8E4M3FN, F8E5M2, F16, F32, Mask, Numbers, Random};
+use super::{BF16, Dtype, F8E4M3FN, F8E5M2, F16, F32, Mask, Numbers, Random, bounded};
 use std::fmt;
 
 /// Dtypes of the queries, of keys and values, and of the output.
@@ -103,11 +103,34 @@ pub struct SequenceData {
     pub leftpad: usize,
     /// The position of query 0 among the keys, if the batch has offsets.
     pub q_offset: i32,
+    /// Entries of `k_start` and `k_end` of each query, if the batch has them.
+    pub key_ranges: Vec<(i32, i32)>,
     pub q: Vec<f64>,
     pub k: Vec<f64>,
     pub v: Vec<f64>,
     /// ALiBi slopes, `[Hq]`. With [`Alibi::PerHead`] all sequences have the same ones.
     pub slopes: Vec<f32>,
+}
+
+/// Which of `k_start` and `k_end` are given.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub enum KeyBounds {
+    None,
+    Start,
+    End,
+    Both,
+}
+
+impl KeyBounds {
+    pub const ALL: [Self; 4] = [Self::None, Self::Start, Self::End, Self::Both];
+
+    pub fn has_start(self) -> bool {
+        [Self::Start, Self::Both].contains(&self)
+    }
+
+    pub fn has_end(self) -> bool {
+        [Self::End, Self::Both].contains(&self)
+    }
 }
 
 /// ALiBi: off, with one slope per head, or with slopes per sequence and head.
@@ -127,6 +150,7 @@ pub struct Batch {
     pub leftpad: bool,
     /// Whether `q_offset` is given.
     pub q_offset: bool,
+    pub key_bounds: KeyBounds,
     pub sequences: Vec<SequenceData>,
 }
 
@@ -148,11 +172,18 @@ impl Batch {
         self.config.mask.at(self.q_offset.then_some(sequence.q_offset))
     }
 
+    /// The keys that query `i` of a sequence attends to.
+    pub fn visible(&self, sequence: &SequenceData, i: usize) -> std::ops::Range<usize> {
+        let (start, end) = sequence.key_ranges.get(i).copied().unwrap_or_default();
+        let bounds = (self.key_bounds.has_start().then_some(start), self.key_bounds.has_end().then_some(end));
+        bounded(self.mask(sequence).visible(i, sequence.len_q, sequence.len_k, sequence.leftpad), bounds)
+    }
+
     /// Whether a query of `sequence` attends to key j, for each j.
     pub fn visible_keys(&self, sequence: &SequenceData) -> Vec<bool> {
         let mut visible_keys = vec![false; sequence.len_k];
         for i in 0..sequence.len_q {
-            visible_keys[self.mask(sequence).visible(i, sequence.len_q, sequence.len_k, sequence.leftpad)].fill(true);
+            visible_keys[self.visible(sequence, i)].fill(true);
         }
         visible_keys
     }
@@ -182,6 +213,8 @@ with_defaults! {
         pub leftpad: bool = false,
         /// Whether each sequence has a `q_offset`.
         pub q_offset: bool = false,
+        /// Which bounds each query has.
+        pub key_bounds: KeyBounds = KeyBounds::None,
         pub mask: Mask = Mask::CAUSAL,
         pub softcap: f32 = 0.0,
         pub alibi: Alibi = Alibi::Off,
@@ -215,10 +248,22 @@ impl BatchSpec {
                 Alibi::PerSequence => slopes(&mut random, self.heads.0),
                 Alibi::PerHead | Alibi::Off => common.clone(),
             };
-            SequenceData { len_q, len_k, leftpad, q_offset, q, k, v, slopes }
+            let key_ranges = if self.key_bounds == KeyBounds::None {
+                vec![(0, 0); len_q]
+            } else {
+                key_ranges(&mut random, len_q, len_k)
+            };
+            SequenceData { len_q, len_k, leftpad, q_offset, key_ranges, q, k, v, slopes }
         };
         let sequences = self.lengths.iter().enumerate().map(sequence).collect();
-        Batch { config, alibi: self.alibi, leftpad: self.leftpad, q_offset: self.q_offset, sequences }
+        Batch {
+            config,
+            alibi: self.alibi,
+            leftpad: self.leftpad,
+            q_offset: self.q_offset,
+            key_bounds: self.key_bounds,
+            sequences,
+        }
     }
 
     fn config(&self, random: &mut Random) -> AttentionConfig {
@@ -260,11 +305,43 @@ fn draw(config: &AttentionConfig, (len_q, len_k): (usize, usize), sharpness: f64
         len_k,
         leftpad: 0,
         q_offset: 0,
+        key_ranges: Vec::new(),
         q: rows(len_q, config.q_heads, config.head_dim, config.dtypes.q, sharpness),
         k: rows(len_k, config.kv_heads, config.head_dim, config.dtypes.kv, 1.0),
         v: rows(len_k, config.kv_heads, config.value_dim, config.dtypes.kv, 1.0),
         slopes: Vec::new(),
     }
+}
+
+/// Ranges of keys per query, in one of the forms that they have in use, or arbitrary ones: empty, past either end, with gaps
+/// between those of neighbouring queries.
+fn key_ranges(random: &mut Random, len_q: usize, len_k: usize) -> Vec<(i32, i32)> {
+    let (shift, keys) = (len_k as i32 - len_q as i32, len_k as i32);
+    let form = random.below(5);
+    let size = 1 + random.below(len_k.max(1)) as i32;
+    let range = |i: usize, random: &mut Random| {
+        let position = i as i32 + shift;
+        match form {
+            // A prefix that everyone attends to, before a causal mask.
+            0 => (0, (position + 1).max(size)),
+            // Documents or chunks of one size, and their blocks up to the query's own.
+            1 => (position.div_euclid(size) * size, position.div_euclid(size) * size + size),
+            2 => (0, position.div_euclid(size) * size + size),
+            // Every other block, with keys between that no query attends to.
+            3 => (position.div_euclid(size) * size, position.div_euclid(size) * size + (size + 1) / 2),
+            _ => {
+                let start = random.one_of(&[0, 1, -3, keys / 2, keys - 1, keys, keys + 5, i32::MIN, i32::MAX]);
+                (start, random.one_of(&[keys, start.saturating_add(2), start, keys / 3, 1, 0, -1, i32::MIN, i32::MAX]))
+            }
+        }
+    };
+    (0..len_q).map(|i| range(i, random)).collect()
+}
+
+/// The ranges of a sequence without its first `keys` keys.
+pub fn shifted(ranges: &[(i32, i32)], keys: usize) -> Vec<(i32, i32)> {
+    let keys = keys as i32;
+    ranges.iter().map(|(start, end)| (start.saturating_sub(keys), end.saturating_sub(keys))).collect()
 }
 
 /// `[Hq]`: slopes that models use, and others that the formula allows.

@@ -7,7 +7,7 @@ use self::accuracy::{FP8_HEAD_DIMS, LSE, LSE_CAPPED, fp8_score};
 use super::summary;
 use super::{
     Alibi, Array, AttentionCase, AttentionConfig, AttentionRow, BF16, Dtypes, F8E4M3FN, F16, F32, Head, Mask, Score,
-    attend, attend_naively, attend_naively_in_fp8, largest_magnitude, runs_on_cpu,
+    attend, attend_naively, attend_naively_in_fp8, bounded, largest_magnitude, runs_on_cpu,
 };
 use xla_attention::Op;
 
@@ -136,6 +136,17 @@ impl ClampedSequence {
         })
     }
 
+    /// Query `i`'s entries of `k_start` and `k_end`.
+    pub fn bounds(&self, case: &AttentionCase, i: usize) -> (Option<i32>, Option<i32>) {
+        let entry = |of: &Option<Vec<i32>>| of.as_ref().map(|of| of[self.first_row + i]);
+        (entry(&case.k_start), entry(&case.k_end))
+    }
+
+    /// The keys that query `i` attends to.
+    pub fn visible(&self, case: &AttentionCase, i: usize) -> std::ops::Range<usize> {
+        bounded(self.mask(case).visible(i, self.len_q, self.len_k, self.leftpad), self.bounds(case, i))
+    }
+
     /// The sequence's mask.
     pub fn mask(&self, case: &AttentionCase) -> Mask {
         case.config.mask.at(self.q_offset)
@@ -162,6 +173,7 @@ impl ClampedSequence {
             len_q,
             len_k,
             leftpad,
+            bounds: Box::new(move |i| self.bounds(case, i)),
             dims: [case.config.head_dim, case.config.value_dim],
             query: Box::new(move |i| self.query(case, i, head)),
             key: Box::new(move |j| self.stored(case, 0, j, kv_head)),
@@ -202,10 +214,10 @@ pub fn are_finite(numbers: &[f64]) -> bool {
 /// finite. A sink of -inf is valid and has no effect.
 fn computes_with_finite_numbers(case: &AttentionCase, sequence: &ClampedSequence) -> bool {
     let finite = are_finite;
-    let &ClampedSequence { len_q, len_k, leftpad, .. } = sequence;
+    let &ClampedSequence { len_q, len_k, .. } = sequence;
     let mut is_visible = vec![false; len_k];
     for i in 0..len_q {
-        is_visible[sequence.mask(case).visible(i, len_q, len_k, leftpad)].fill(true);
+        is_visible[sequence.visible(case, i)].fill(true);
     }
     let heads = 0..case.config.q_heads;
     let mut queries = (0..len_q).flat_map(|i| heads.clone().map(move |h| (i, h)));

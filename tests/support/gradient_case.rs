@@ -240,8 +240,7 @@ pub fn expected_gradients(case: &GradientCase, invalid_metadata: InvalidMetadata
     let sequences: Vec<ClampedSequence> = clamped_sequences(forward).into_iter().filter(|m| m.len_q > 0).collect();
     for sequence in &sequences {
         let known = sequence.is_specified(invalid_metadata) && case.has_finite_cotangents(&numbers, sequence);
-        let mask = sequence.mask(forward);
-        let visible_keys = |i: usize| mask.visible(i, sequence.len_q, sequence.len_k, sequence.leftpad);
+        let visible_keys = |i: usize| sequence.visible(forward, i);
         record_contributions(&mut expected, sequence, known, visible_keys);
         if forward.config.sinks.is_some() {
             expected[3].rows[0].add();

@@ -74,6 +74,13 @@ impl Mask {
     }
 }
 
+/// The keys of `visible` within a row's entries of `k_start` and `k_end`.
+pub fn bounded(visible: Range<usize>, (start, end): (Option<i32>, Option<i32>)) -> Range<usize> {
+    let clamped = |bound: i32| bound.max(0) as usize;
+    let first = start.map_or(visible.start, |start| clamped(start).clamp(visible.start, visible.end));
+    first..end.map_or(visible.end, |end| visible.end.min(clamped(end))).max(first)
+}
+
 /// Options of the scores of one query head of one sequence.
 #[derive(Clone, Copy, Debug)]
 pub struct Score {
@@ -102,11 +109,16 @@ impl Score {
 /// A function from an index to the row of a query, key or value.
 pub type RowOf<'a> = Box<dyn Fn(usize) -> &'a [f64] + 'a>;
 
+/// A function from a query to its entries of `k_start` and `k_end`.
+pub type BoundsOf<'a> = Box<dyn Fn(usize) -> (Option<i32>, Option<i32>) + 'a>;
+
 /// The inputs of one query head of one sequence.
 pub struct Head<'a> {
     pub len_q: usize,
     pub len_k: usize,
     pub leftpad: usize,
+    /// Entries of `k_start` and `k_end` of a query.
+    pub bounds: BoundsOf<'a>,
     /// D and Dv.
     pub dims: [usize; 2],
     /// `[D]`.
@@ -119,7 +131,7 @@ pub struct Head<'a> {
 
 impl Head<'_> {
     pub(super) fn visible(&self, mask: Mask, i: usize) -> Range<usize> {
-        mask.visible(i, self.len_q, self.len_k, self.leftpad)
+        bounded(mask.visible(i, self.len_q, self.len_k, self.leftpad), (self.bounds)(i))
     }
 
     /// The distance of query `i` and key `j`.

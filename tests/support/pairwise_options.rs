@@ -1,8 +1,8 @@
 //! Sets of small attention calls in which every pair of option values occurs.
 
 use super::{
-    Alibi, BF16, BatchSpec, Choice, Dtype, Dtypes, F16, F32, GradientOptions, KvLayout, Mask, MaxSeqlenHints,
-    MemoryLayout, Pair, ScaleKind, cover, pairs,
+    Alibi, BF16, BatchSpec, Choice, Dtype, Dtypes, F16, F32, GradientOptions, KeyBounds, KvLayout, Mask,
+    MaxSeqlenHints, MemoryLayout, Pair, ScaleKind, cover, pairs,
 };
 use xla_attention::Op;
 
@@ -65,6 +65,7 @@ options! {
     top_left: bool = false,
     leftpad: bool = false,
     q_offset: bool = false,
+    key_bounds: KeyBounds = KeyBounds::None,
     softcap: f32 = 0.0,
     sinks: bool = false,
     seqused_q: bool = false,
@@ -139,6 +140,7 @@ impl PairwiseOptions {
         page_size: &[0, 1, 7, 16, 32, 128],
         workspace: &[None, Some(40), Some(200_000), Some(9_000_001)],
         hints: HINTS,
+        key_bounds: &KeyBounds::ALL,
         lse: YES_OR_NO,
         batch_invariant: YES_OR_NO,
         seed: 20,
@@ -239,6 +241,7 @@ impl PairwiseOptions {
             lengths: of.work?.to_vec(),
             leftpad: of.leftpad?,
             q_offset: of.q_offset?,
+            key_bounds: of.key_bounds?,
             mask: Mask { top_left: of.top_left?, ..of.mask? },
             softcap: of.softcap?,
             alibi: of.alibi?,

@@ -1,7 +1,7 @@
 //! Random small attention calls with any combination of options. The first of several choices is the plainest, so that
 //! a failing case shrinks to a plain one.
 
-use super::{Alibi, BatchSpec, Dtypes, KvLayout, Mask, MaxSeqlenHints, MemoryLayout, Random, ScaleKind};
+use super::{Alibi, BatchSpec, Dtypes, KeyBounds, KvLayout, Mask, MaxSeqlenHints, MemoryLayout, Random, ScaleKind};
 
 /// `(len_q, len_k)`: decode, prefill, chunked prefill, more queries than keys, or no query.
 fn lengths(random: &mut Random) -> (usize, usize) {
@@ -55,6 +55,13 @@ fn spec(random: &mut Random) -> BatchSpec {
             .map(|()| random.one_of(&[ScaleKind::None, ScaleKind::None, ScaleKind::PerTensor, ScaleKind::PerHead])),
         sharpness: random.one_of(&[1.0, 1.0, 4.0]),
         batch_invariant: random.chance(50),
+        key_bounds: random.one_of(&[
+            KeyBounds::None,
+            KeyBounds::None,
+            KeyBounds::Both,
+            KeyBounds::Start,
+            KeyBounds::End,
+        ]),
         seed: random.below(1000) as u64,
         ..BatchSpec::default()
     }

@@ -89,10 +89,16 @@ __device__ __forceinline__ void fetch_queries(const BackwardParams& params, cons
   }
 }
 
-/// As `fetch_queries`, for `kRows` rows of K and V from row `first` of these tensors on.
-template <typename T, typename Shape, int kRows>
+/// For `fetch_keys`: queries attend to all keys.
+struct AllAttended {
+  __device__ __forceinline__ bool operator()(int32_t) const { return true; }
+};
+
+/// As `fetch_queries`, for `kRows` rows of K and V from row `first` of these tensors on. Rows for which `attended(row)`
+/// is false become zeros too.
+template <typename T, typename Shape, int kRows, typename Attended = AllAttended>
 __device__ __forceinline__ void fetch_keys(const BackwardParams& params, int32_t first, int32_t count, int32_t kv_head,
-                                           uint32_t keys, uint32_t values) {
+                                           uint32_t keys, uint32_t values, const Attended& attended = {}) {
   using Grid = ThreadGrid<T, Shape::kHeadDim, Shape::kThreads>;
   const Grid grid;
   const KvSource &k_source = params.forward.k, &v_source = params.forward.v;
@@ -102,7 +108,7 @@ __device__ __forceinline__ void fetch_keys(const BackwardParams& params, int32_t
   for (int32_t i = 0; i < kRows; i += Grid::kStep) {
     const int32_t row = i + grid.row;
     if (kRows % Grid::kStep != 0 && row >= kRows) break;
-    const bool exists = row < count;
+    const bool exists = row < count && attended(row);
     const int64_t from = first + (exists ? row : 0);
     fetch_row<Grid, typename Shape::Rows>(keys, row, k + from * k_source.token_stride,
                                           exists ? params.forward.head_dim : 0);

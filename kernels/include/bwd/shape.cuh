@@ -9,7 +9,8 @@
 // Shared memory:
 //
 //     rows held (2 operands) | kStages blocks of streamed rows (2 operands) | exchanged P, dS | QueryRowStats |
-//     dK/dV: ColumnRange of each key | SequenceSegment
+//     dK/dV: ColumnRange of each key; with bounds of keys (shape_key_ranges), RowRange of each query row |
+//     SequenceSegment
 #pragma once
 
 #include <cstdint>
@@ -37,6 +38,8 @@ struct BackwardShape : tiles::AttentionBwd<Gradient, Shape, sizeof(T), kHeadDim_
   using Config = tiles::AttentionBwd<Gradient, Shape, sizeof(T), kHeadDim_>;
   static constexpr int kHeadDim = kHeadDim_;
   static constexpr bool kHoldsKeys = std::is_same_v<Gradient, tiles::gradient_dkdv>;
+  /// Whether query rows have bounds of their keys (key_ranges.cuh).
+  static constexpr bool kHasRanges = std::is_same_v<Shape, tiles::shape_key_ranges>;
   static constexpr int kWarps = Config::kRowWarps * Config::kColumnWarps, kThreads = 32 * kWarps;
   static constexpr int kWarpRows = 16 * Config::kRowTiles;
   /// Rows of the block that the CTA holds.
@@ -64,8 +67,8 @@ struct BackwardShape : tiles::AttentionBwd<Gradient, Shape, sizeof(T), kHeadDim_
   static constexpr int kQueryRows = kHoldsKeys ? Config::kStages * Config::kBlock : kHeld;
   static constexpr int kQueryRowsOffset = kExchangeOffset + kExchangeBytes;
   static constexpr int kColumnRangesOffset = kQueryRowsOffset + kQueryRows * static_cast<int>(sizeof(QueryRowStats));
-  static constexpr int kSegmentOffset =
-      kColumnRangesOffset + (kHoldsKeys ? kHeld * static_cast<int>(sizeof(ColumnRange)) : 0);
+  static constexpr int kRanges = kHasRanges ? kQueryRows : (kHoldsKeys ? kHeld : 0);
+  static constexpr int kSegmentOffset = kColumnRangesOffset + kRanges * static_cast<int>(sizeof(ColumnRange));
   static constexpr int kNeededBytes = kSegmentOffset + static_cast<int>(sizeof(SequenceSegment));
 
   static_assert(Config::kBlock % Config::kChunk == 0 && Config::kChunk % 16 == 0);

@@ -1,12 +1,12 @@
 //! Addresses of the K and V rows of a block of keys, in pages or packed.
 
-use super::sequences::{Sequence, SequenceKeys};
+use super::sequences::{LONGEST_COVER, Sequence, SequenceKeys, Window};
 use crate::problem::KvView;
 use crate::problem::attention::{Attention, KeyStorage, PageTable};
 use std::ops::Range;
 
 /// Maximum keys of a block.
-pub(super) const BLOCK: usize = 128;
+pub(super) const BLOCK: usize = LONGEST_COVER;
 
 /// K or V with strides in bytes: element (page, token, head, 0) is at `data + page * page + token * token + head *
 /// head`. Packed keys are one page.
@@ -122,6 +122,22 @@ impl BlockRows {
             self.k[index] = at(&kv.k, i);
             self.v[index] = at(&kv.v, i);
         }
+    }
+
+    /// Give keys that no query of a tile attends to the addresses of one that some query attends to: their probabilities
+    /// are 0, which times a NaN or an Inf in a value would be NaN. Returns whether there is a key with queries.
+    pub(super) fn hide_unattended(&mut self, sequence: &Sequence, queries: &Range<usize>, window: Window) -> bool {
+        if sequence.ranges.is_none() {
+            return true;
+        }
+        let mut attended = [false; BLOCK];
+        let attended = &mut attended[..self.len];
+        sequence.cover(queries, window, self.first, attended);
+        let Some(shown) = attended.iter().position(|attended| *attended) else { return false };
+        for j in (0..self.padded_len).filter(|j| !attended.get(*j).is_some_and(|attended| *attended)) {
+            (self.k[j], self.v[j]) = (self.k[shown], self.v[shown]);
+        }
+        true
     }
 
     /// The rows of one KV head.

@@ -28,6 +28,7 @@ mod lanes;
 pub(super) mod packing;
 mod plan;
 mod prefetcher;
+mod row_ranges;
 pub(super) mod score;
 pub(super) mod sequences;
 mod softmax;

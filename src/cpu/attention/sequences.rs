@@ -1,6 +1,7 @@
 //! The metadata of a call, read once and clamped as `docs/semantics.md#metadata` says, and the keys that a query
 //! attends to.
 
+use super::row_ranges::RowRanges;
 use crate::error::{Result, with_room};
 use crate::problem::attention::{Attention, KeyStorage, Score, position_of_query_0};
 use std::ops::Range;
@@ -15,6 +16,8 @@ pub(in crate::cpu) struct Sequence {
     pub(in crate::cpu) leftpad: usize,
     /// Position of query 0 among the keys.
     pub(in crate::cpu) shift: i64,
+    /// Bounds of the keys of each query.
+    pub(in crate::cpu) ranges: RowRanges,
     pub(in crate::cpu) keys: SequenceKeys,
 }
 
@@ -71,13 +74,17 @@ impl Sequence {
         let position = self.position(i);
         let low = if window.left < 0 { 0 } else { position.saturating_sub(window.left) };
         let high = if window.right < 0 { i64::MAX } else { position.saturating_add(window.right).saturating_add(1) };
-        let (low, high) = (low.max(self.leftpad as i64), high.min(self.len_k as i64));
+        let (low, high) = self.ranges.bound(i, low.max(self.leftpad as i64)..high.min(self.len_k as i64));
         if low < high { low as usize..high as usize } else { 0..0 }
     }
 
-    /// Keys that at least one of the queries attends to. They are one range without a gap: the ranges of consecutive
-    /// queries overlap or touch.
+    /// Keys that at least one of the queries attends to, from the first to the last. Without bounds per row there is no gap
+    /// between: the ranges of consecutive queries overlap or touch. With them there may be ([`Self::cover`]).
     pub(in crate::cpu) fn visible_to_any(&self, queries: &Range<usize>, window: Window) -> Range<usize> {
+        if !self.ranges.is_none() {
+            let of_queries = queries.clone().map(|i| self.visible(i, window)).filter(|keys| !keys.is_empty());
+            return of_queries.reduce(|a, b| a.start.min(b.start)..a.end.max(b.end)).unwrap_or(0..0);
+        }
         // Queries before `first_visible` attend to no key because their window ends before the first key; queries from
         // `end_visible` on because their window begins after the last key.
         let first_visible = if window.right < 0 {
@@ -97,7 +104,35 @@ impl Sequence {
         }
         self.visible(first as usize, window).start..self.visible(end as usize - 1, window).end
     }
+
+    /// Sets `covered[j]` to whether at least one of the queries attends to key `first + j`, for at most
+    /// [`LONGEST_COVER`] keys; returns whether any is covered.
+    pub(in crate::cpu) fn cover(
+        &self,
+        queries: &Range<usize>,
+        window: Window,
+        first: usize,
+        covered: &mut [bool],
+    ) -> bool {
+        // How many ranges begin at a key, less those that have ended before it.
+        let mut steps = [0i64; LONGEST_COVER + 1];
+        for i in queries.clone() {
+            let keys = self.visible(i, window);
+            let relative = |key: usize| key.saturating_sub(first).min(covered.len());
+            steps[relative(keys.start)] += 1;
+            steps[relative(keys.end)] -= 1;
+        }
+        let mut ranges = 0;
+        for (covered, step) in covered.iter_mut().zip(steps) {
+            ranges += step;
+            *covered = ranges > 0;
+        }
+        covered.contains(&true)
+    }
 }
+
+/// The most keys of [`Sequence::cover`]: those of a block.
+pub(in crate::cpu) const LONGEST_COVER: usize = 128;
 
 /// The indices below `total` that lie in none of the ranges `taken`, which are in order and do not overlap, as ranges
 /// of at most `max_len` indices.
@@ -171,7 +206,9 @@ unsafe fn sequence(problem: &Attention, b: usize, ends: &mut Ends) -> Sequence {
         }
     };
     let shift = position_of_query_0(&problem.score, offset, len_q, len_k);
-    Sequence { first_row: rows.start, len_q, len_k, leftpad: leftpad.min(len_k), shift, keys: stored }
+    // SAFETY: the bounds have Tq elements, and the rows are some of them.
+    let ranges = unsafe { RowRanges::of(&queries.key_ranges, rows.start, len_q) };
+    Sequence { first_row: rows.start, len_q, len_k, leftpad: leftpad.min(len_k), shift, ranges, keys: stored }
 }
 
 /// Elements b and b + 1 of `starts`.
@@ -242,7 +279,8 @@ mod tests {
         ] {
             let shift = if top_left { 0 } else { len_k as i64 - len_q as i64 };
             let keys = SequenceKeys::Rows(0);
-            let sequence = Sequence { first_row: 0, len_q, len_k, leftpad, shift, keys };
+            let ranges = RowRanges::NONE;
+            let sequence = Sequence { first_row: 0, len_q, len_k, leftpad, shift, ranges, keys };
             for window in windows.iter().flatten() {
                 for (first, last) in (0..len_q).flat_map(|a| (a..len_q).map(move |b| (a, b))) {
                     let expected: Vec<usize> = (0..len_k)

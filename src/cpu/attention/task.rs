@@ -11,6 +11,7 @@ use super::lanes::FwdLanes;
 use super::plan::{Combine, FwdPlan, FwdTask, QueryLayout, WorkTile};
 use super::prefetcher::Prefetcher;
 use super::score::LogitsTransform;
+use super::sequences::Window;
 use super::softmax_state::{RowElements, SoftmaxState};
 use crate::cpu::aligned::AlignedBuffer;
 use crate::cpu::element_rows::{narrow_row, widen_row};
@@ -248,7 +249,7 @@ impl RunFwdJob<'_> {
         let sequence = &self.plan.sequences[tile.sequence];
         let q = self.scratch.floats.as_mut_ptr();
         let buffers = self.scratch.buffers(problem.head_dim);
-        let keys = tile.split(split);
+        let (keys, window) = (tile.split(split), Window::of(&problem.score));
         let mut blocks = [BlockRows::empty(), BlockRows::empty()];
         let [block, next] = &mut blocks;
         let (mut block, mut next) = (block, next);
@@ -266,6 +267,10 @@ impl RunFwdJob<'_> {
         while block.len > 0 && block.first < keys.end {
             // SAFETY: the next keys, at most BLOCK and also of the sequence.
             unsafe { next.locate(kv, sequence, block_at(block.first + block.len), K::PADDING) };
+            if !block.hide_unattended(sequence, &tile.queries, window) {
+                std::mem::swap(&mut block, &mut next);
+                continue;
+            }
             for first_head in tile.heads.clone().step_by(size.heads) {
                 let heads = heads_at(first_head);
                 let mut prefetcher = if heads.end < tile.heads.end {

@@ -2,6 +2,8 @@
 
 use super::packing::{PackRows, row_stride};
 use super::plan::{BwdPlan, BwdTile, KEYS};
+use crate::cpu::attention::packing::ZEROS;
+use crate::cpu::attention::sequences::Window;
 use crate::cpu::element_rows::narrow_row;
 use crate::cpu::simd::Simd;
 use crate::problem::KvView;
@@ -56,13 +58,22 @@ impl KvBlock {
         let first = plan.sequences[tile.sequence].keys.first_row();
         let interleaved = (S::ELEMENTS_PER_LANE > 1 && tile.gradients.dq()).then_some(self.k_interleaved);
         let (k, v) = (&forward.k, &forward.v);
+        // The probabilities of keys that no query of the tile attends to are 0, which times a NaN in a key would be NaN.
+        let (sequence, mut attended) = (&plan.sequences[tile.sequence], [true; KEYS]);
+        if !sequence.ranges.is_none() {
+            sequence.cover(&tile.queries, Window::of(&forward.score), keys.start, &mut attended[..keys.len()]);
+        }
         for (view, rows, interleaved, d) in
             [(k, self.k, interleaved, forward.head_dim), (v, self.v, None, forward.value_dim)]
         {
             let mut from = [std::ptr::null(); KEYS];
             let from = &mut from[..keys.len()];
-            for (from, key) in from.iter_mut().zip(keys.clone()) {
-                *from = row_of(view, forward.kv_dtype.size(), first + key, tile.kv_head);
+            for (from, (key, attended)) in from.iter_mut().zip(keys.clone().zip(attended)) {
+                *from = if attended {
+                    row_of(view, forward.kv_dtype.size(), first + key, tile.kv_head)
+                } else {
+                    ZEROS.as_ptr().cast()
+                };
             }
             // SAFETY: the keys are some of the sequence, so `from` are rows of the view; the arrays have room for KEYS
             // rows.

@@ -12,6 +12,7 @@ mod fused;
 mod hopper;
 mod hopper_split_kv;
 mod index_divisor;
+mod key_ranges;
 mod latent;
 pub(super) mod params;
 mod portable;
@@ -21,6 +22,7 @@ pub(super) mod tiles;
 use super::device::Device;
 use super::kernel_launch;
 use super::params::attention::{AttentionParams, NewTokens};
+use super::params::key_ranges::KeyRangeParams;
 use crate::error::Result;
 use crate::problem::attention::Attention;
 use crate::problem::kv_cache_update::KvCacheUpdate;
@@ -36,7 +38,8 @@ use tiles::AttentionTile;
 type Strategy = for<'c> fn(&Call<'c>) -> Result<Option<Launches<'c>>>;
 
 /// The strategies, in the order in which they are tried.
-const STRATEGIES: [Strategy; 7] = [
+const STRATEGIES: [Strategy; 8] = [
+    key_ranges::launches,      // rows with bounds of their keys
     cluster_decode::launches,  // few sequences, all short
     decode::launches,          // all sequences are short
     hopper::launches_for_all,  // nearly all sequences are long
@@ -121,6 +124,7 @@ fn max_tiles(packed: i64, tile: i64, sequences: i64) -> i64 {
 /// A launch's parameter, or what it is built from when the launch is enqueued.
 enum Parameter<'c> {
     Attention(AttentionParams),
+    KeyRanges(Box<KeyRangeParams>),
     Prefill(PrefillParameter<'c>),
     Fused(Box<FusedParameter<'c>>),
 }
@@ -129,6 +133,7 @@ impl kernel_launch::Parameter for Parameter<'_> {
     fn pass(&self, enqueue: impl FnOnce(*const c_void) -> Result) -> Result {
         match self {
             Self::Attention(params) => params.pass(enqueue),
+            Self::KeyRanges(params) => params.pass(enqueue),
             Self::Prefill(of) => of.params()?.pass(enqueue),
             Self::Fused(of) => of.params()?.pass(enqueue),
         }
@@ -217,7 +222,7 @@ pub(super) mod tests {
     use super::*;
     use crate::cuda::enqueue::LaunchConfig;
     use crate::cuda::variants;
-    use crate::problem::attention::{KeyStorage, Keys, Queries, Score};
+    use crate::problem::attention::{KeyRanges, KeyStorage, Keys, Queries, Score};
     use crate::problem::kv_cache_update::NewRows;
     use crate::problem::{KvView, Scale};
     use crate::tensor::{DType, Tensor};
@@ -235,7 +240,14 @@ pub(super) mod tests {
             out: empty,
             lse: None,
             workspace: None,
-            queries: Queries { num_seqs: None, starts: null(), used: None, offset: None, longest: 0 },
+            queries: Queries {
+                num_seqs: None,
+                starts: null(),
+                used: None,
+                offset: None,
+                key_ranges: KeyRanges::NONE,
+                longest: 0,
+            },
             keys: Keys {
                 starts: None,
                 used: None,
@@ -299,6 +311,7 @@ pub(super) mod tests {
     fn queries(parameter: &Parameter) -> (i32, i32) {
         match parameter {
             Parameter::Attention(params) => (params.min_queries, params.max_queries),
+            Parameter::KeyRanges(params) => (params.attention.min_queries, params.attention.max_queries),
             Parameter::Prefill(PrefillParameter { attention, .. }) => (attention.min_queries, attention.max_queries),
             Parameter::Fused(of) => {
                 let FusedParameter { prefill, decode } = &**of;

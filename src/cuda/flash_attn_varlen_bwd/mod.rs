@@ -17,6 +17,7 @@ use super::kernel_launch;
 use super::params::attention::AttentionParams;
 use super::params::attention_bwd::BackwardParams;
 use super::params::attention_bwd_sinks::SINKS_THREADS;
+use super::params::key_ranges::KeyRangeBackwardParams;
 use super::params::hopper_bwd::{CombineGradientsParams, HopperBackwardParams, HopperWideBackwardParams};
 use super::variants;
 use crate::error::Result;
@@ -62,6 +63,7 @@ impl BackwardParams {
 #[derive(Clone)]
 enum Parameter<'p> {
     Portable(Rc<BackwardParams>),
+    KeyRanges(Rc<KeyRangeBackwardParams>),
     Hopper(Rc<DeferredParams<'p, HopperBackwardParams>>),
     HopperWide(Rc<DeferredParams<'p, HopperWideBackwardParams>>),
     CombineGradients(CombineGradientsParams),
@@ -71,6 +73,7 @@ impl kernel_launch::Parameter for Parameter<'_> {
     fn pass(&self, enqueue: impl FnOnce(*const c_void) -> Result) -> Result {
         match self {
             Self::Portable(params) => params.pass(enqueue),
+            Self::KeyRanges(params) => params.pass(enqueue),
             Self::Hopper(params) => params.as_ref().as_ref().map_err(Clone::clone)?.pass(enqueue),
             Self::HopperWide(params) => params.as_ref().as_ref().map_err(Clone::clone)?.pass(enqueue),
             Self::CombineGradients(params) => params.pass(enqueue),
@@ -85,7 +88,8 @@ type Launch<'p> = kernel_launch::Launch<Parameter<'p>>;
 type Strategy = for<'p> fn(&'p FlashAttnVarlenBwd, Device) -> Result<Option<Vec<Launch<'p>>>>;
 
 /// In the order in which they are tried.
-const STRATEGIES: [Strategy; 3] = [hopper::launches, hopper_wide::launches, portable::launches];
+const STRATEGIES: [Strategy; 4] =
+    [portable::launches_with_ranges, hopper::launches, hopper_wide::launches, portable::launches];
 
 fn launches<'p>(problem: &'p FlashAttnVarlenBwd) -> Result<Vec<Launch<'p>>> {
     let device = Device::current()?;

@@ -7,6 +7,7 @@ use crate::cuda::attention::tiles::transforms_logits;
 use crate::cuda::device::Device;
 use crate::cuda::enqueue::LaunchConfig;
 use crate::cuda::params::attention_bwd::BackwardParams;
+use crate::cuda::params::key_ranges::{KeyRangeBackwardParams, KeyRangeSource};
 use crate::cuda::tiles::{ATTENTION_BWD, AttentionBwdTile};
 use crate::cuda::variants;
 use crate::error::{Error, Result};
@@ -15,6 +16,9 @@ use crate::problem::flash_attn_varlen_bwd::FlashAttnVarlenBwd;
 use crate::tensor::Tensor;
 use std::ptr::null_mut;
 use std::rc::Rc;
+
+/// The shape of tiles for rows with bounds of their keys.
+const KEY_RANGES: &str = "key_ranges";
 
 /// The place of delta `[Hq, Tq]` in the workspace; null if the workspace is too small.
 fn delta(problem: &FlashAttnVarlenBwd) -> *mut f32 {
@@ -54,6 +58,9 @@ fn variant(
 ) -> Result<(usize, &'static AttentionBwdTile)> {
     let (dtype, dim) = (forward.q.dtype, forward.head_dim.max(forward.value_dim));
     let tiles = ATTENTION_BWD.iter().filter(|t| t.gradient == gradient && t.bytes as usize == dtype.size());
+    // Shapes for rows with bounds of their keys have a name of their own.
+    let has_ranges = !forward.queries.key_ranges.is_none();
+    let tiles = tiles.filter(|t| (t.shape == KEY_RANGES) == has_ranges);
     let bucket = tiles.clone().map(|t| t.head_dim).filter(|bucket| *bucket as usize >= dim).min();
     let transforms: &[&str] = if transforms_logits(forward) { &["softcap_alibi"] } else { &["none", "softcap_alibi"] };
     tiles
@@ -87,10 +94,23 @@ fn gradient_launch<'p>(
     Ok((ctas > 0).then(|| Launch::new(kernel, variant, config, parameter)))
 }
 
+/// The launches of a call whose rows have bounds of their keys, of which no other kernel knows.
+pub(super) fn launches_with_ranges<'p>(
+    problem: &'p FlashAttnVarlenBwd,
+    device: Device,
+) -> Result<Option<Vec<Launch<'p>>>> {
+    if problem.forward.queries.key_ranges.is_none() { Ok(None) } else { launches(problem, device) }
+}
+
 /// The launches of a call; never `None`, because these kernels support every call.
 pub(super) fn launches<'p>(problem: &'p FlashAttnVarlenBwd, device: Device) -> Result<Option<Vec<Launch<'p>>>> {
     let forward = &problem.forward;
-    let parameter = Parameter::Portable(Rc::new(BackwardParams::new(problem, &device, delta(problem))?));
+    let (backward, ranges) = (BackwardParams::new(problem, &device, delta(problem))?, &forward.queries.key_ranges);
+    let parameter = if ranges.is_none() {
+        Parameter::Portable(Rc::new(backward))
+    } else {
+        Parameter::KeyRanges(Rc::new(KeyRangeBackwardParams { backward, ranges: KeyRangeSource::new(ranges) }))
+    };
     let packed_rows = forward.num_rows * (forward.num_q_heads / forward.num_kv_heads);
     let launches = [
         gradient_launch(problem, &device, "dq", packed_rows, parameter.clone())?,
@@ -104,7 +124,7 @@ pub(super) fn launches<'p>(problem: &'p FlashAttnVarlenBwd, device: Device) -> R
 mod tests {
     use super::*;
     use crate::cuda::attention::tests::{device, problem};
-    use crate::problem::attention::Score;
+    use crate::problem::attention::{KeyRanges, Queries, Score};
     use crate::tensor::DType;
 
     const KERNELS: [(&str, &str); 2] = [("attention_bwd_dq", "dq"), ("attention_bwd_dkdv", "dkdv")];
@@ -125,14 +145,17 @@ mod tests {
                 score: Score { softcap, ..plain.score },
                 ..plain
             };
-            for dim in (8..=256).step_by(8) {
+            let bound = KeyRanges { start: Some(std::ptr::dangling()), end: None };
+            for (dim, key_ranges) in (8..=256).step_by(8).flat_map(|dim| [(dim, KeyRanges::NONE), (dim, bound)]) {
                 for (head_dim, value_dim) in [(dim, 8), (8, dim)] {
                     for (kernel, gradient) in KERNELS {
-                        let problem = Attention { head_dim, value_dim, ..attention };
+                        let queries = Queries { key_ranges, ..attention.queries };
+                        let problem = Attention { queries, head_dim, value_dim, ..attention };
                         let (found, tile) = variant(&problem, &device, kernel, gradient).expect("there is a kernel");
                         assert!(tile.head_dim as usize >= dim && tile.shared_bytes <= shared_memory, "{tile:?}");
                         let name = variants::VARIANTS[found].name;
                         assert!(!capped || name.ends_with("_softcap_alibi"), "{name}");
+                        assert_eq!(name.contains("key_ranges"), !key_ranges.is_none(), "{name}");
                     }
                 }
             }

@@ -16,6 +16,7 @@ pub(crate) mod divisor;
 pub(crate) mod gather_kv_cache;
 pub(crate) mod hopper_bwd;
 pub(crate) mod hopper_prefill;
+pub(crate) mod key_ranges;
 pub(crate) mod merge_attention_states;
 pub(crate) mod rope_kv_cache_update;
 pub(crate) mod simple_add;
@@ -47,6 +48,8 @@ kernel_params!(
     hopper_bwd::HopperWideBackwardParams,
     hopper_prefill::HopperFusedParams,
     hopper_prefill::HopperPrefillParams,
+    key_ranges::KeyRangeBackwardParams,
+    key_ranges::KeyRangeParams,
     merge_attention_states::MergeStatesParams,
     rope_kv_cache_update::RopeParams,
     simple_add::SimpleAddParams,

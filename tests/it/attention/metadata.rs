@@ -12,8 +12,9 @@ pub(crate) fn corrupt(case: &mut AttentionCase, seed: u64) {
     let mut random = Random::new(seed);
     let share = random.one_of(&[2, 8, 30]);
     let AttentionCase { cu_seqlens_q, cu_seqlens_k, block_table, num_seqs, .. } = case;
-    let optional =
-        [&mut case.seqused_q, &mut case.seqused_k, &mut case.leftpad_k, &mut case.q_offset].into_iter().flatten();
+    let lengths = [&mut case.seqused_q, &mut case.seqused_k, &mut case.leftpad_k];
+    let positions = [&mut case.q_offset, &mut case.k_start, &mut case.k_end];
+    let optional = lengths.into_iter().chain(positions).flatten();
     for list in [cu_seqlens_q, cu_seqlens_k, block_table].into_iter().chain(optional) {
         for value in list {
             if random.below(share) == 0 {
@@ -25,13 +26,15 @@ pub(crate) fn corrupt(case: &mut AttentionCase, seed: u64) {
         *num_seqs = random.hostile_i32();
     }
     case.name = format!(
-        "starts {:?} and {:?}, lengths {:?} and {:?}, leftpad_k {:?}, q_offset {:?}, table {:?} by {}, num_seqs {}: {}",
+        "starts {:?} and {:?}, lengths {:?} and {:?}, leftpad_k {:?}, q_offset {:?}, key ranges {:?} to {:?}, table {:?} by {}, num_seqs {}: {}",
         case.cu_seqlens_q,
         case.cu_seqlens_k,
         case.seqused_q,
         case.seqused_k,
         case.leftpad_k,
         case.q_offset,
+        case.k_start,
+        case.k_end,
         case.block_table,
         case.max_pages,
         case.num_seqs,
@@ -94,7 +97,7 @@ fn replace_page(case: &mut AttentionCase, from: i32, to: i32) {
     *case.block_table.iter_mut().find(|id| **id == from).unwrap() = to;
 }
 
-const COMMON_CHANGES: [Change; 7] = [
+const COMMON_CHANGES: [Change; 11] = [
     ("an end past the last row", |c| c.cu_seqlens_q[3] = 10),
     ("an end of i32::MAX", |c| c.cu_seqlens_q[3] = i32::MAX),
     ("a start before the first row", |c| c.cu_seqlens_q[0] = -1),
@@ -102,6 +105,16 @@ const COMMON_CHANGES: [Change; 7] = [
     ("more keys than there are", |c| c.seqused_k = Some(vec![32, 33, i32::MAX])),
     ("fewer keys than none", |c| c.seqused_k = Some(vec![-1, 32, i32::MIN])),
     ("fewer keys than stored", |c| c.seqused_k = Some(vec![0, 1, 31])),
+    ("ranges of keys past either end", |c| {
+        c.k_start = Some(vec![i32::MIN, -1, -5, 31, 0, -1, 2, 0, 1]);
+        c.k_end = Some(vec![i32::MAX, 33, 40, 32, 100, 5, 33, 32, i32::MAX]);
+    }),
+    ("ranges without a key", |c| {
+        c.k_start = Some(vec![5, 32, i32::MAX, 7, 0, 3, i32::MAX, 31, 30]);
+        c.k_end = Some(vec![5, 40, i32::MAX, 6, 0, i32::MIN, i32::MIN, 30, 32]);
+    }),
+    ("starts of ranges alone", |c| c.k_start = Some(vec![i32::MIN, 3, 31, 32, i32::MAX, 20, 16, 15, 17])),
+    ("ends of ranges alone", |c| c.k_end = Some(vec![i32::MAX, 3, 31, 0, i32::MIN, 20, 16, 15, 17])),
 ];
 
 const VARLEN_CHANGES: [Change; 9] = [

@@ -203,7 +203,7 @@ fn attention_results<'a, M>(of: &Tensors<'a, M>) -> AttentionResults<'a, M> {
 
 fn paged_options<'a, M: Memory>(of: &Tensors<'a, M>) -> PagedAttentionOptions<'a, M> {
     named!(of => PagedAttentionOptions {
-        scale, sliding_window, soft_cap, alibi_slopes, sinks, q_scale, k_scale, v_scale, batch_invariant,
+        scale, sliding_window, soft_cap, alibi_slopes, sinks, q_scale, k_scale, v_scale, k_start, k_end, batch_invariant,
     })
 }
 
@@ -245,7 +245,7 @@ fn flash<M: Memory>(of: &Tensors<M>, on: On<M>) -> Result {
     let (q, kv, cu_seqlens_q) = (Named::of(of, "q"), kv(of, "k", "v"), Named::of(of, "cu_seqlens_q"));
     let options = named!(of => FlashAttnVarlenOptions {
         cu_seqlens_k, seqused_k, block_table, seqused_q, leftpad_k, alibi_slopes, sinks, q_scale, k_scale, v_scale, q_offset,
-        softmax_scale, softcap, causal, window_left, window_right, top_left, max_seqlen_q, max_seqlen_k, batch_invariant,
+        k_start, k_end, softmax_scale, softcap, causal, window_left, window_right, top_left, max_seqlen_q, max_seqlen_k, batch_invariant,
     });
     flash_attn_varlen(&FlashAttnVarlenInputs { q, kv, cu_seqlens_q }, &options, attention_results(of), on)
 }
@@ -253,7 +253,8 @@ fn flash<M: Memory>(of: &Tensors<M>, on: On<M>) -> Result {
 fn flash_bwd<M: Memory>(of: &Tensors<M>, on: On<M>) -> Result {
     let inputs = named!(of => FlashAttnVarlenBwdInputs { dout, q, k, v, out, softmax_lse, cu_seqlens_q });
     let options = named!(of => FlashAttnVarlenBwdOptions {
-        cu_seqlens_k, seqused_k, seqused_q, leftpad_k, alibi_slopes, sinks, dlse, q_offset, softmax_scale, softcap, causal,
+        cu_seqlens_k, seqused_k, seqused_q, leftpad_k, alibi_slopes, sinks, dlse, q_offset, k_start, k_end, softmax_scale, softcap,
+        causal,
         window_left, window_right, top_left, max_seqlen_q, max_seqlen_k, deterministic,
     });
     let results = named!(of => FlashAttnVarlenBwdResults { dq, dk, dv, dsinks, workspace });

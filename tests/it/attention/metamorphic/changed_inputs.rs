@@ -3,7 +3,7 @@
 use super::{assert_same, change_rows, each, for_f32_calls, scale_of, unchanged};
 use crate::attention::Operator;
 use crate::attention::results::{assert_same_rows, attend};
-use crate::support::{Alibi, BatchSpec, F32, Mask, Numbers, Random};
+use crate::support::{Alibi, BatchSpec, F32, KeyBounds, Mask, Numbers, Random};
 
 pub(crate) fn adding_a_vector_to_every_key_changes_only_the_lse(op: Operator) {
     for_f32_calls(op, 24, |spec, memory_layout, _| {
@@ -101,7 +101,8 @@ pub(crate) fn a_sink_equals_a_key_with_value_0(op: Operator) {
         // One query per sequence and one KV head per query head, so that a key can be made for each sink.
         let lengths = spec.lengths.iter().map(|&(_, len_k)| (1, len_k)).collect();
         let heads = (spec.heads.1, spec.heads.1);
-        let spec = BatchSpec { lengths, heads, mask: Mask::FULL, leftpad: false, alibi: Alibi::Off, ..spec };
+        let (alibi, key_bounds) = (Alibi::Off, KeyBounds::None);
+        let spec = BatchSpec { lengths, heads, mask: Mask::FULL, leftpad: false, alibi, key_bounds, ..spec };
         let batch =
             BatchSpec { sinks: true, softcap: 0.0, sharpness: random.between(8, 96) as f64 / 32.0, ..spec }.batch();
         let config = &batch.config;

@@ -5,7 +5,9 @@ use crate::attention::Operator;
 use crate::attention::results::{
     GRADIENT, assert_close, assert_same_gradients, assert_same_rows, attend, differentiate,
 };
-use crate::support::{Alibi, AttentionConfig, Batch, BatchSpec, Mask, MemoryLayout, Random, ScaleKind};
+use crate::support::{
+    Alibi, AttentionConfig, Batch, BatchSpec, KeyBounds, Mask, MemoryLayout, Random, ScaleKind, shifted,
+};
 
 pub(crate) fn every_layout_and_page_size_gives_the_same_result(op: Operator) {
     for_f32_calls(op, 32, |spec, memory_layout, _| {
@@ -70,7 +72,8 @@ pub(crate) fn grouped_heads_equal_repeated_heads(op: Operator) {
 
 pub(crate) fn permuting_keys_changes_nothing_without_mask_and_bias(op: Operator) {
     for_f32_calls(op, 24, |spec, memory_layout, _| {
-        let batch = BatchSpec { mask: Mask::FULL, leftpad: false, alibi: Alibi::Off, ..spec }.batch();
+        let key_bounds = KeyBounds::None;
+        let batch = BatchSpec { mask: Mask::FULL, leftpad: false, key_bounds, alibi: Alibi::Off, ..spec }.batch();
         let rows = [batch.config.head_dim, batch.config.value_dim].map(|d| batch.config.kv_heads * d);
         let order = |len_k: usize| {
             let mut order: Vec<usize> = (0..len_k).collect();
@@ -102,6 +105,7 @@ pub(crate) fn left_padding_equals_removing_the_keys(op: Operator) {
         let sliced = each(&padded, |s| {
             s.len_k -= s.leftpad;
             s.q_offset -= s.leftpad as i32;
+            s.key_ranges = shifted(&s.key_ranges, s.leftpad);
             s.k.drain(..s.leftpad * rows[0]);
             s.v.drain(..s.leftpad * rows[1]);
             s.leftpad = 0;

@@ -16,8 +16,8 @@ pub(crate) fn dk_and_dv_sum_to_the_cotangents_of_the_rows(op: Operator) {
         let AttentionConfig { q_heads, kv_heads, head_dim, value_dim, softmax_scale, .. } = batch.config;
         let group = q_heads / kv_heads;
         for (gradients, sequence) in differentiate(&batch, &memory_layout).0.iter().zip(&batch.sequences) {
-            let SequenceData { len_q, len_k, leftpad, .. } = *sequence;
-            let has_keys = |row: usize| !batch.mask(sequence).visible(row, len_q, len_k, leftpad).is_empty();
+            let SequenceData { len_k, .. } = *sequence;
+            let has_keys = |row: usize| !batch.visible(sequence, row).is_empty();
             let (mut q, mut dout) = (sequence.q.clone(), gradients.dout.clone());
             for (index, query) in q.chunks_exact_mut(head_dim).enumerate() {
                 let factor =

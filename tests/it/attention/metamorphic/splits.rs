@@ -3,13 +3,15 @@
 use super::{each, for_f32_calls};
 use crate::attention::Operator;
 use crate::attention::results::{LSE, OUT, Rows, assert_close, assert_same_rows, attend};
-use crate::support::{Alibi, AttentionConfig, Batch, BatchSpec, F32, Mask, SequenceData, Side, State};
+use crate::support::{Alibi, AttentionConfig, Batch, BatchSpec, F32, Mask, SequenceData, Side, State, shifted};
 
 /// The keys `start..end` of a sequence. With offsets, the queries keep their positions.
 fn keys(config: &AttentionConfig, sequence: &SequenceData, start: usize, end: usize) -> SequenceData {
     let rows = |values: &[f64], d: usize| values[start * config.kv_heads * d..end * config.kv_heads * d].to_vec();
     let (k, v) = (rows(&sequence.k, config.head_dim), rows(&sequence.v, config.value_dim));
-    SequenceData { len_k: end - start, q_offset: sequence.q_offset - start as i32, k, v, ..sequence.clone() }
+    let q_offset = sequence.q_offset - start as i32;
+    let key_ranges = shifted(&sequence.key_ranges, start);
+    SequenceData { len_k: end - start, q_offset, key_ranges, k, v, ..sequence.clone() }
 }
 
 /// Merges the states of two splits of the keys by `merge_attention_states`.
@@ -67,7 +69,9 @@ pub(crate) fn paged_attention_equals_causal_flash_attn_varlen(op: Operator) {
 fn chunk(config: &AttentionConfig, sequence: &SequenceData, start: usize, end: usize) -> SequenceData {
     let row = config.q_heads * config.head_dim;
     let q = sequence.q[start * row..end * row].to_vec();
-    SequenceData { len_q: end - start, q_offset: sequence.q_offset + start as i32, q, ..keys(config, sequence, 0, end) }
+    let key_ranges = sequence.key_ranges[start..end].to_vec();
+    let q_offset = sequence.q_offset + start as i32;
+    SequenceData { len_q: end - start, q_offset, key_ranges, q, ..keys(config, sequence, 0, end) }
 }
 
 pub(crate) fn chunked_prefill_equals_whole_prefill(op: Operator) {
