@@ -150,6 +150,13 @@ def _adds(seed):
         yield Call("simple_add", str(shape), {"a": _rows(*shape), "b": _rows(*shape, seed=1)})
 
 
+def key_ranges(queries):
+    """Bounds of the keys of each query row; some are past the keys, and some hold none."""
+    rows = np.arange(len(queries), dtype=np.int32)
+    starts = rows * 7 % 23 - 3
+    return {"k_start": starts, "k_end": starts + rows * 5 % 19 - 1}
+
+
 PAGED = ("query", "kv_cache", "context_lens", "block_tables", "query_start_loc", "num_seqs")
 _SCORES = (
     {},
@@ -163,6 +170,8 @@ _SCORES = (
     {"v_scale": PER_HEAD},
     {"batch_invariant": True},
     {"num_seqs": 5},
+    key_ranges(batch(SEQUENCES)[0]),
+    {"k_end": key_ranges(batch(SEQUENCES)[0])["k_end"]},
 )
 
 
@@ -215,6 +224,8 @@ _VARLEN_OPTIONS = (
     {"sinks": SINKS},
     {"leftpad_k": np.int32([0, 30, 2, 3, 0])},
     {"causal": True, "q_offset": np.int32([30, -2, 0, 5, 9])},
+    key_ranges(varlen(SEQUENCES, unused=(2, 1))[0][0]),
+    {"causal": True, "k_start": key_ranges(varlen(SEQUENCES, unused=(2, 1))[0][0])["k_start"]},
     {"q_scale": 0.5},
     {"k_scale": PER_HEAD},
     {"v_scale": PER_HEAD},

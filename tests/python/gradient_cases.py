@@ -5,7 +5,7 @@ from typing import NamedTuple
 import numpy as np
 
 from batches import varlen
-from calls import TOLERANCE
+from calls import TOLERANCE, key_ranges
 from expected_results import expected_results
 
 MIXED = [(33, 33), (1, 50), (5, 70), (0, 9), (3, 0), (9, 4)]
@@ -26,6 +26,8 @@ CASES = {
     ),
     "padding": ({"unused": (2, 3)}, {"leftpad_k": np.int32([3, 0, 70, 1, 0, 2])}, False),
     "offsets": ({}, {"window": (20, 0), "q_offset": np.int32([5, 30, -2, 0, 3, 7])}, True),
+    "key ranges": ({}, {"causal": True, **key_ranges(varlen(MIXED)[0][0])}, False),
+    "ends of key ranges": ({"dv": 40}, {"k_end": key_ranges(varlen(MIXED)[0][0])["k_end"]}, True),
     "sinks": ({}, {"sinks": np.linspace(-1, 3, 8, dtype=np.float32), "causal": True}, True),
     "bfloat16": ({"heads": (9, 3), "d": 40, "dtype": "bfloat16"}, {"causal": True}, True),
     "float16": ({"heads": (9, 3), "d": 40, "dtype": "float16"}, {"causal": True}, True),

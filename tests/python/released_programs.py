@@ -40,6 +40,19 @@ def _varlen(q, k, v, starts):
     return xa.flash_attn_varlen(q, k, v, starts, causal=True, window=(4, -1), softcap=2.0, return_lse=True)
 
 
+def _varlen_ranges(q, k, v, starts, k_start, k_end):
+    return xa.flash_attn_varlen(q, k, v, starts, k_start=k_start, k_end=k_end)
+
+
+def _gradients_of_ranges(q, k, v, *rest):
+    return jax.grad(lambda *x: _varlen_ranges(*x, *rest).sum(), (0, 1, 2))(q, k, v)
+
+
+def _paged_ranges(q, cache, *rest):
+    *sequences, k_start, k_end = rest
+    return xa.paged_attention(q, cache, *sequences, scale=0.25, k_start=k_start, k_end=k_end)
+
+
 def _gradients(q, k, v, starts):
     return jax.grad(lambda *x: _varlen(*x, starts)[0].sum(), (0, 1, 2))(q, k, v)
 
@@ -53,13 +66,18 @@ def _latent(q, cache, *rest):
     return xa.mla_paged_attention(q, cache, *sequences, softmax_scale=0.25, head_dim_v=8, return_lse=True, **options)
 
 
-# The function and operands of each program, by the name of its operator.
+VARLEN = (spec(3, 2, 8), spec(3, 1, 8), spec(3, 1, 8), spec(3, dtype=I32))
+RANGES = (spec(3, dtype=I32), spec(3, dtype=I32))
+
+# The function and operands of each program, by the name of its operator, and after a dot of what came to it later.
 PROGRAMS = {
     "simple_add": (xa.simple_add, (spec(4), spec(4))),
     "paged_attention": (_paged, (spec(3, 2, 8), spec(4, 2, 2, 8), *SEQUENCES, SLOPES, SLOPES, SCALE)),
+    "paged_attention.key_ranges": (_paged_ranges, (spec(3, 2, 8), spec(4, 2, 2, 8), *SEQUENCES, *RANGES)),
     "kv_cache_update": (xa.kv_cache_update, (spec(4, 2, 2, 8), *ROWS)),
     "kv_cache_update_split": (lambda k, v, *rows: xa.kv_cache_update((k, v), *rows), (spec(4, 2, 1, 8),) * 2 + ROWS),
-    "flash_attn_varlen": (_varlen, (spec(3, 2, 8), spec(3, 1, 8), spec(3, 1, 8), spec(3, dtype=I32))),
+    "flash_attn_varlen": (_varlen, VARLEN),
+    "flash_attn_varlen.key_ranges": (_varlen_ranges, VARLEN + RANGES),
     "merge_attention_states": (xa.merge_attention_states, (spec(3, 2, 8), spec(2, 3)) * 2),
     "rope_kv_cache_update": (
         lambda *x: xa.rope_kv_cache_update(*x, interleaved=True),
@@ -81,7 +99,8 @@ PROGRAMS = {
         lambda *x: xa.gather_kv_cache(*x[:3], capacity=6, dtype=F32, k_scale=x[3], v_scale=x[4]),
         (spec(4, 2, 2, 8, dtype=jnp.float8_e4m3fn), spec(2, 2, dtype=I32), spec(2, dtype=I32), SCALE, SCALE),
     ),
-    "flash_attn_varlen_bwd": (_gradients, (spec(3, 2, 8), spec(3, 1, 8), spec(3, 1, 8), spec(3, dtype=I32))),
+    "flash_attn_varlen_bwd": (_gradients, VARLEN),
+    "flash_attn_varlen_bwd.key_ranges": (_gradients_of_ranges, VARLEN + RANGES),
 }
 
 

@@ -361,6 +361,7 @@ def added():
 CASES = {
     "packed, by heads": lambda _: packed(),
     "packed, deterministic, by heads": lambda _: packed(deterministic=True),
+    "packed, key ranges": lambda _: packed(k_start=np.arange(40) % 5, k_end=np.arange(40) % 11 + 2),
     "packed, query offsets": lambda _: packed(q_offset=np.array([2, -1, 0]), window=(5, -1)),
     "packed, one KV head": lambda _: packed((8, 1))._replace(specs=(PACKED, REPLICATED, REPLICATED, BY_HEAD)),
     "packed, two KV heads": lambda _: packed((8, 2))._replace(specs=(PACKED, REPLICATED, REPLICATED, BY_HEAD)),

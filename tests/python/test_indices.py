@@ -42,6 +42,8 @@ def dense():
 NAMES = [name for name in plain_calls() if not name.startswith(("simple_add", "merge"))] + [
     "flash_attn_varlen: leftpad_k",
     "flash_attn_varlen: causal+q_offset",
+    "flash_attn_varlen: k_start+k_end",
+    "paged_attention: k_start+k_end",
 ]
 CALLS = {name: call_of(name) for name in NAMES}
 CALLS |= {"ragged_paged_attention": ragged(), "dot_product_attention": dense()}

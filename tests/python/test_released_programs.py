@@ -14,9 +14,8 @@ RELEASED = pathlib.Path(__file__).with_name("released")
 
 
 def test_every_operator_has_a_program():
-    assert [f"xla_gpu_{name}" for name in sorted(PROGRAMS)] == sorted(
-        x["target"] for x in _library.build_info()["operators"]
-    )
+    operators = {f"xla_gpu_{name.partition('.')[0]}" for name in PROGRAMS}
+    assert operators == {x["target"] for x in _library.build_info()["operators"]}
 
 
 @pytest.mark.parametrize("name", PROGRAMS)

@@ -72,6 +72,9 @@ CASES = {
         ("causal", LENGTHS, 1),
         ("leftpad_k", f"{LENGTHS} leftpad_k", 1),
         ("causal+q_offset", f"{LENGTHS} q_offset", 1),
+        ("k_start+k_end", f"q {LENGTHS} k_start k_end", 1),
+        ("k_start+k_end", "k_start", 1),
+        ("causal+k_start", "q", 1),
         ("alibi_slopes (5, 8)", "q alibi_slopes", 1),
         ("sinks", "q sinks", 0),
         ("pages stacked", "q cu_seqlens_q block_table seqused_k", 1),
@@ -98,6 +101,8 @@ METADATA = {
     "seqused_k": lambda x: [x, x[::-1], np.r_[-4, 100, x[2:]]],
     "leftpad_k": lambda x: [x, x[::-1], x // 2],
     "q_offset": lambda x: [x, x[::-1], x // 2],
+    "k_start": lambda x: [x, x[::-1], x // 2],
+    "k_end": lambda x: [x, x + 3, np.r_[-4, 100, x[2:]]],
 }
 
 

@@ -26,9 +26,10 @@ from ._call import Array
 _INTERLEAVED, _STACKED, _PER_PAGE = map(kv_layout_number, ("interleaved", "stacked", "per_page"))
 
 
-def concat_batches(axis_size: int, in_batched: Sequence[bool], arrays: Sequence[Array]) -> tuple[Array, ...]:
-    """Arrays ``[T, ...]`` of n calls as ``[n T, ...]``."""
-    return tuple(concat_rows(batch_at_front(axis_size, *pair)) for pair in zip(in_batched, arrays, strict=True))
+def concat_batches(axis_size: int, in_batched: Sequence[bool], arrays: Sequence[Array | None]) -> tuple:
+    """Arrays ``[T, ...]`` of n calls as ``[n T, ...]``; None stays None."""
+    at_front = (batch_at_front(axis_size, *pair) for pair in zip(in_batched, arrays, strict=True))
+    return tuple(None if x is None else concat_rows(x) for x in at_front)
 
 
 def concat_caches(axis_size: int, is_batched: bool, cache: Array, layout: np.int64 = _INTERLEAVED) -> Array:

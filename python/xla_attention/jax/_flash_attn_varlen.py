@@ -52,6 +52,8 @@ def flash_attn_varlen(
     k_scale: Array | float | None = None,
     v_scale: Array | float | None = None,
     q_offset: Array | None = None,
+    k_start: Array | None = None,
+    k_end: Array | None = None,
     top_left: bool = False,
     deterministic: bool = False,
     batch_invariant: bool = False,
@@ -103,6 +105,8 @@ def flash_attn_varlen(
     q_offset : Array, optional
         ``i32[B]``: query i of sequence b stands at key ``i + q_offset[b]``, for causal masks, windows and slopes. Any
         sign; for shards of longer sequences.
+    k_start : Array, optional
+    k_end : Array, optional
     top_left : bool
     deterministic : bool
         Whether the gradients have to be deterministic; the results always are.
@@ -183,7 +187,7 @@ def flash_attn_varlen(
         _optional_index("leftpad_k", leftpad_k),
         *(None if x is None else jnp.asarray(x, jnp.float32) for x in (alibi_slopes, sinks)),
         *(scale_operand(x) for x in (q_scale, k_scale, v_scale)),
-        _optional_index("q_offset", q_offset),
+        *(_optional_index(name, x) for name, x in (("q_offset", q_offset), ("k_start", k_start), ("k_end", k_end))),
     )
     return attend(options, operands, bool(static_bool("return_lse", return_lse)))
 

@@ -12,7 +12,13 @@ from .._operators import operator
 from .._options import validate_sliding_window
 from ._attention import output_dtype, with_workspace
 from ._batching import batch_at_front, concat_rows, split_rows, with_batching
-from ._batching_pages import concat_caches, concat_score_operands, concat_sequences, split_lse_of_sequences
+from ._batching_pages import (
+    concat_batches,
+    concat_caches,
+    concat_score_operands,
+    concat_sequences,
+    split_lse_of_sequences,
+)
 from ._call import Array, scale_operand, static_attributes, static_bool
 from ._indices import index_operand
 from ._no_gradient import without_gradient
@@ -40,6 +46,8 @@ def paged_attention(
     q_scale: Array | float | None = None,
     k_scale: Array | float | None = None,
     v_scale: Array | float | None = None,
+    k_start: Array | None = None,
+    k_end: Array | None = None,
     batch_invariant: bool = False,
     return_lse: bool = False,
     out_dtype: Any = None,  # noqa: ANN401
@@ -68,6 +76,8 @@ def paged_attention(
     q_scale : Array or float, optional
     k_scale : Array or float, optional
     v_scale : Array or float, optional
+    k_start : Array, optional
+    k_end : Array, optional
     batch_invariant : bool
     return_lse : bool
         Whether to return `softmax_lse` too.
@@ -115,7 +125,7 @@ def paged_attention(
     attributes = score_attributes("xla_gpu_paged_attention", batch_invariant, scale, sliding_window, soft_cap)
     query = jnp.asarray(query)
     operands = (query, jnp.asarray(kv_cache), *metadata(context_lens, block_tables, query_start_loc, num_seqs))
-    optional = score_operands(alibi_slopes, sinks, q_scale, k_scale, v_scale)
+    optional = score_operands(alibi_slopes, sinks, q_scale, k_scale, v_scale) + range_operands(k_start, k_end)
     dtype = output_dtype(query.dtype, out_dtype)
     return _paged_attention(Static(*attributes, dtype, static_bool("return_lse", return_lse)), *operands, *optional)
 
@@ -149,6 +159,12 @@ def score_operands(
     """The optional operands of a paged attention call."""
     vectors = (None if x is None else jnp.asarray(x, jnp.float32) for x in (alibi_slopes, sinks))
     return (*vectors, *map(scale_operand, scales))
+
+
+def range_operands(k_start: Array | None, k_end: Array | None) -> tuple[Array | None, ...]:
+    """The bounds of the keys of each row, as i32."""
+    bounds = (("k_start", k_start), ("k_end", k_end))
+    return tuple(None if x is None else index_operand(name, x) for name, x in bounds)
 
 
 class Static(NamedTuple):
@@ -189,7 +205,7 @@ def _ffi_call(static: Static, *operands: Array | None) -> tuple[Array, ...]:
 
 
 def _sharding_rule(static: Static, *operands: Array | None) -> ShardingRule:
-    dims = ("tHd", "Pscd", *sequence_dims(operands[5]), *score_dims(*operands[6:]))
+    dims = ("tHd", "Pscd", *sequence_dims(operands[5]), *score_dims(*operands[6:11]), "t", "t")
     return ShardingRule(drop_absent(dims, operands), ("tHd", "Ht")[: 1 + static.return_lse])
 
 
@@ -198,7 +214,8 @@ def _batching_rule(
 ) -> tuple | None:
     query, cache, *sequences = operands[:6]
     query = batch_at_front(axis_size, in_batched[0], query)
-    scores = concat_score_operands(axis_size, in_batched[6:], operands[6:], sequences[0].shape[-1])
+    scores = concat_score_operands(axis_size, in_batched[6:11], operands[6:11], sequences[0].shape[-1])
+    ranges = concat_batches(axis_size, in_batched[11:], operands[11:])
     if scores is None:
         return None
     pages = cache.shape[1] if in_batched[1] else None
@@ -209,7 +226,7 @@ def _batching_rule(
     def split_results(out: Array, *lse: Array) -> tuple[Array, ...]:
         return split_rows(out, axis_size), *(split_lse_of_sequences(x, axis_size, starts) for x in lse)
 
-    return static, (concat_rows(query), cache, *sequences, *scores), split_results
+    return static, (concat_rows(query), cache, *sequences, *scores, *ranges), split_results
 
 
 _attention_call = with_batching(partitioned("xla_gpu_paged_attention", _ffi_call, _sharding_rule), _batching_rule)

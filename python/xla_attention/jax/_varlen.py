@@ -33,6 +33,8 @@ def packed(operands: Operands) -> Operands:
     """A dense batch as packed sequences: one per entry of the batch, or its segments."""
     (batch, rows), keys = operands.q.shape[:2], operands.k.shape[1]
     q, k, v = (x.reshape(-1, *x.shape[2:]) for x in operands[:3])
+    ranges = {name: x.reshape(-1) for name in ("k_start", "k_end") if (x := getattr(operands, name)) is not None}
+    operands = operands._replace(**ranges)
     if operands.cu_seqlens_q is None:
         starts = jnp.arange(batch + 1, dtype=jnp.int32)
         return operands._replace(q=q, k=k, v=v, cu_seqlens_q=starts * rows, cu_seqlens_k=starts * keys)
@@ -89,7 +91,7 @@ def _backward_ffi_call(options: Options, operands: Operands, cotangents: Cotange
     size = _library.workspace(target, *heads, *dims, q.dtype, False, q.shape[0], starts.shape[0] - 1)
     grads = custom_call(
         target,
-        [dout, q, k, v, out, lse, *sequences, operands.alibi_slopes, sinks, dlse, operands.q_offset],
+        [dout, q, k, v, out, lse, *sequences, operands.alibi_slopes, sinks, dlse, *operands[14:]],
         [*results, jax.ShapeDtypeStruct((size,), jnp.uint8)],
         operator(target).attributes_of(options),
     )
@@ -113,7 +115,8 @@ def _operand_dims(options: Options, operands: Operands) -> tuple[str, ...]:
         starts = per_sequence = "b."
     dims = Operands("btHd" if options.dense else "tHd", k, v, starts, starts, *[per_sequence] * 5)
     dims = dims._replace(block_table=f"{per_sequence}.")
-    return drop_absent((*dims[:9], *score_dims(*operands[9:14]), per_sequence), operands)
+    rows = "bt" if options.dense else "t"
+    return drop_absent((*dims[:9], *score_dims(*operands[9:14]), per_sequence, rows, rows), operands)
 
 
 def _result_dims(options: Options) -> tuple[str, str]:

@@ -49,6 +49,8 @@ class Operands(NamedTuple):
     k_scale: Array | None = None
     v_scale: Array | None = None
     q_offset: Array | None = None
+    k_start: Array | None = None  # [Tq]; dense: [B, Tq]
+    k_end: Array | None = None
 
 
 def keys_are_in_pages(options: Options, operands: Operands) -> bool:

@@ -18,6 +18,7 @@ from ._flash_attn_varlen_bwd import backward, setup_context
 from ._plan import planned
 
 _OPERATOR = operator("xla_gpu_flash_attn_varlen")
+_NEWER = ("q_offset", "k_start", "k_end")  # operands that are newer than torch's operator
 
 
 @documented("xla_gpu_flash_attn_varlen")
@@ -46,6 +47,8 @@ def flash_attn_varlen(
     k_scale: torch.Tensor | float | None = None,
     v_scale: torch.Tensor | float | None = None,
     q_offset: torch.Tensor | None = None,
+    k_start: torch.Tensor | None = None,
+    k_end: torch.Tensor | None = None,
     top_left: bool = False,
     deterministic: bool = False,
     batch_invariant: bool = False,
@@ -98,6 +101,8 @@ def flash_attn_varlen(
     q_offset : Tensor, optional
         ``i32[B]``: query i of sequence b stands at key ``i + q_offset[b]``, for causal masks, windows and slopes. Any
         sign; for shards of longer sequences.
+    k_start : Tensor, optional
+    k_end : Tensor, optional
     top_left : bool
     deterministic : bool
         Whether the gradients have to be deterministic; the results always are.
@@ -165,6 +170,8 @@ def flash_attn_varlen(
         kv_layout,
         out_dtype,
         q_offset,
+        k_start,
+        k_end,
     )
     return (out, lse) if return_lse else out
 
@@ -197,6 +204,8 @@ def _lower(
     kv_layout: str | None = None,
     out_dtype: torch.dtype | None = None,
     q_offset: torch.Tensor | None = None,
+    k_start: torch.Tensor | None = None,
+    k_end: torch.Tensor | None = None,
 ) -> Call:
     value_dim = v.shape[-1] if v.dim() > 1 else k.shape[-1]
     workspace = None
@@ -223,6 +232,8 @@ def _lower(
             "k_scale": scale_operand(k_scale),
             "v_scale": scale_operand(v_scale),
             "q_offset": index_operand("q_offset", q_offset),
+            "k_start": index_operand("k_start", k_start),
+            "k_end": index_operand("k_end", k_end),
         },
         (
             Result((*q.shape[:-1], value_dim), output_dtype(q, out_dtype)),
@@ -251,9 +262,9 @@ define(
     "xla::flash_attn_varlen_op",
     f"({_OPERATOR.required_tensors()}, int max_seqlen_q, int max_seqlen_k, float softmax_scale, bool is_causal, "
     # An option that is newer than the operator is its last parameter, because programs pass options by position.
-    f"int window_left, int window_right, float softcap, {_OPERATOR.optional_tensors(without=['q_offset'])}, "
+    f"int window_left, int window_right, float softcap, {_OPERATOR.optional_tensors(without=_NEWER)}, "
     "bool top_left=False, bool deterministic=False, bool batch_invariant=False, str? kv_layout=None, "
-    "ScalarType? out_dtype=None, Tensor? q_offset=None) -> (Tensor, Tensor)",
+    "ScalarType? out_dtype=None, Tensor? q_offset=None, Tensor? k_start=None, Tensor? k_end=None) -> (Tensor, Tensor)",
     _lower,
     tuple,
     backward=backward,

@@ -12,6 +12,7 @@ from ._call import Call, Result, Workspace, f32_operand, index_operand
 from ._define import define
 
 _OPERATOR = operator("xla_gpu_flash_attn_varlen_bwd")
+_NEWER = ("q_offset", "k_start", "k_end")  # operands that are newer than torch's operator
 _TENSORS = (
     "q",
     "k",
@@ -24,6 +25,8 @@ _TENSORS = (
     "alibi_slopes",
     "sinks",
     "q_offset",
+    "k_start",
+    "k_end",
 )
 
 
@@ -80,6 +83,9 @@ def backward(ctx: Any, dout: torch.Tensor | None, dlse: torch.Tensor | None) -> 
         ctx.options.get("top_left", False),
         ctx.options.get("deterministic", False),
         saved["q_offset"],
+        None,
+        saved["k_start"],
+        saved["k_end"],
     )
     grads: list[torch.Tensor | None] = [dq, dk, dv] + [None] * (len(_arguments()) - 3)
     if saved["sinks"] is not None:
@@ -113,6 +119,8 @@ def _lower(
     deterministic: bool = False,
     q_offset: torch.Tensor | None = None,
     grad_dtype: torch.dtype | None = None,
+    k_start: torch.Tensor | None = None,
+    k_end: torch.Tensor | None = None,
 ) -> Call:
     workspace = None
     if q.dim() == k.dim() == v.dim() == 3 and cu_seqlens_q.dim() == 1:
@@ -136,6 +144,8 @@ def _lower(
             "sinks": f32_operand(sinks),
             "dlse": dlse,
             "q_offset": index_operand("q_offset", q_offset),
+            "k_start": index_operand("k_start", k_start),
+            "k_end": index_operand("k_end", k_end),
         },
         (
             *(Result(tuple(x.shape), grad_dtype or x.dtype) for x in (q, k, v)),
@@ -162,9 +172,9 @@ def _lower(
 define(
     "xla_gpu::flash_attn_varlen_bwd",
     f"({_OPERATOR.required_tensors()}, int max_seqlen_q, int max_seqlen_k, float softmax_scale, bool is_causal, "
-    f"int window_left, int window_right, float softcap, {_OPERATOR.optional_tensors(without=['q_offset'])}, "
-    "bool top_left=False, bool deterministic=False, Tensor? q_offset=None, ScalarType? grad_dtype=None) "
-    "-> (Tensor, Tensor, Tensor, Tensor)",
+    f"int window_left, int window_right, float softcap, {_OPERATOR.optional_tensors(without=_NEWER)}, "
+    "bool top_left=False, bool deterministic=False, Tensor? q_offset=None, ScalarType? grad_dtype=None, "
+    "Tensor? k_start=None, Tensor? k_end=None) -> (Tensor, Tensor, Tensor, Tensor)",
     _lower,
     tuple,
 )

@@ -13,6 +13,7 @@ from ._define import define, scale_tensor
 from ._plan import planned
 
 _TARGET = "xla_gpu_paged_attention"
+_NEWER = ("k_start", "k_end")  # operands that are newer than torch's operators
 # The alternative that has a gradient.
 PACKED = "flash_attn_varlen over packed keys"
 
@@ -35,6 +36,8 @@ def paged_attention(
     q_scale: torch.Tensor | float | None = None,
     k_scale: torch.Tensor | float | None = None,
     v_scale: torch.Tensor | float | None = None,
+    k_start: torch.Tensor | None = None,
+    k_end: torch.Tensor | None = None,
     batch_invariant: bool = False,
     return_lse: bool = False,
     out_dtype: torch.dtype | None = None,
@@ -64,6 +67,8 @@ def paged_attention(
     q_scale : Tensor or float, optional
     k_scale : Tensor or float, optional
     v_scale : Tensor or float, optional
+    k_start : Tensor, optional
+    k_end : Tensor, optional
     batch_invariant : bool
     return_lse : bool
         Whether to return `softmax_lse` too.
@@ -112,7 +117,7 @@ def paged_attention(
     )
     ops = torch.ops.xla_gpu
     op = ops.paged_attention_with_lse if return_lse else ops.paged_attention
-    return op(*arguments, alibi_slopes, sinks, *scales, batch_invariant, out_dtype)
+    return op(*arguments, alibi_slopes, sinks, *scales, batch_invariant, out_dtype, k_start, k_end)
 
 
 def ragged_paged_attention(
@@ -181,6 +186,8 @@ def lower(
     v_scale: torch.Tensor | None = None,
     batch_invariant: bool = False,
     out_dtype: torch.dtype | None = None,
+    k_start: torch.Tensor | None = None,
+    k_end: torch.Tensor | None = None,
     *,
     with_lse: bool,
     target: str = _TARGET,
@@ -213,6 +220,8 @@ def lower(
             "q_scale": scale_operand(q_scale),
             "k_scale": scale_operand(k_scale),
             "v_scale": scale_operand(v_scale),
+            "k_start": index_operand("k_start", k_start),
+            "k_end": index_operand("k_end", k_end),
         },
         (Result(query.shape, dtype), lse),
         operator(target).typed(
@@ -232,9 +241,11 @@ def schema(target: str, num_seqs: str, returns: str, *, in_place: bool = False) 
     """The arguments and results of `paged_attention`, or of `target`, as a torch schema; `num_seqs` is a type."""
     declared = operator(target)
     required = declared.required_tensors(in_place=in_place).replace("Tensor num_seqs", f"{num_seqs} num_seqs")
+    optional, newer = declared.optional_tensors(without=_NEWER), ", ".join(f"Tensor? {name}=None" for name in _NEWER)
+    optional, newer = declared.optional_tensors(without=_NEWER), ", ".join(f"Tensor? {name}=None" for name in _NEWER)
     return (
-        f"({required}, float scale, int? sliding_window=None, float? soft_cap=None, {declared.optional_tensors()}, "
-        f"bool batch_invariant=False, ScalarType? out_dtype=None) -> {returns}"
+        f"({required}, float scale, int? sliding_window=None, float? soft_cap=None, {optional}, "
+        f"bool batch_invariant=False, ScalarType? out_dtype=None, {newer}) -> {returns}"
     )
 
 
