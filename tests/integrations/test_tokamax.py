@@ -1,5 +1,7 @@
 """tokamax' attention with our function as an implementation."""
 
+import types
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -85,3 +87,26 @@ def test_the_next_implementation_computes_the_others(calls, options):
     actual = tokamax.dot_product_attention(*five, implementation=(function, "xla"))
     np.testing.assert_allclose(actual[0], tokamax.dot_product_attention(*operands(), implementation="xla"), atol=1e-5)
     assert not calls
+
+
+def test_bounds_of_each_query_are_passed_on(calls):
+    function = recipe("tokamax")["attention_of_tokamax"]
+    q, k, v = operands()
+    starts = np.random.default_rng(3).integers(-4, 25, (3, 1, 17))
+    options = {"bias": None, "logits_scale": None, "precision": None, "logits_soft_cap": None, "q_sharding": None}
+    nothing = {"bool_mask": None, "q_start": None, "q_end": None, "k_start": None, "k_end": None, "causal_mask": None}
+    shown = (starts[..., None] <= np.arange(29)) & (np.arange(29) < starts[..., None] + 9)
+    for heads in (1, 2):
+        bounds = jnp.repeat(jnp.asarray(starts), heads, 1)
+        mask = types.SimpleNamespace(**nothing | {"k_start": bounds, "k_end": bounds + 9})
+        if heads == 2:
+            with pytest.raises(NotImplementedError, match="differ between heads"):
+                function(q, k, v, mask=mask, **options)
+            continue
+        expected = jax.nn.dot_product_attention(q, k, v, mask=shown)
+        np.testing.assert_allclose(
+            function(q, k, v, mask=mask, **options),
+            jnp.where(shown.any(-1)[:, 0, :, None, None], expected, 0),
+            atol=1e-5,
+        )
+    assert len(calls) == 1

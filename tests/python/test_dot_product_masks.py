@@ -18,6 +18,7 @@ KEY_PADDING = (np.arange(KEYS) < np.array([29, 12, 0])[:, None])[:, None, None]
 LEFT_PADDING = (np.arange(KEYS) >= np.array([0, 5, 3])[:, None])[:, None, None]
 ROW_PADDING = (np.arange(ROWS) < np.array([17, 4, 9])[:, None])[:, None, :, None]
 SCATTERED = np.random.default_rng(5).random((3, 1, 1, KEYS)) < 0.5
+DOCUMENTS = (np.arange(ROWS)[:, None] // 5 == np.arange(KEYS)[None] // 8)[None, None]
 ANY = np.random.default_rng(6).random((3, 1, ROWS, KEYS)) < 0.5
 
 # Masks that the kernels compute if their values are known.
@@ -40,14 +41,20 @@ KNOWN = {
     "window and left padding": (POSITIONS >= -3) & (POSITIONS <= 2) & LEFT_PADDING,
     "of each head": np.broadcast_to(CAUSAL, (1, 6, ROWS, KEYS)),
     "of a batch": np.broadcast_to(CAUSAL, (3, 1, ROWS, KEYS)),
+    "strictly causal": (POSITIONS < 0)[None, None],
+    "windows differ": np.stack([POSITIONS <= 0, POSITIONS <= 1, POSITIONS <= 2])[:, None],
+    "prefix": np.stack([CAUSAL | (np.arange(KEYS) < prefix) for prefix in (5, 0, 29)])[:, None],
+    "documents": DOCUMENTS,
+    "documents, causal": DOCUMENTS & CAUSAL,
+    "chunks": (np.arange(KEYS)[None] // 6 == np.arange(ROWS)[:, None] // 6)[None, None],
+    "blocks, causal": (np.arange(KEYS)[None] // 6 <= np.arange(ROWS)[:, None] // 6)[None, None],
+    "gaps": ((POSITIONS >= 0) & (POSITIONS <= 2) & (np.arange(ROWS) % 4 == 1)[:, None])[None, None],
 }
 # Masks that they do not.
 UNKNOWN = {
     "any": ANY,
     "one head differs": np.concatenate([np.ones((1, 1, ROWS, KEYS), bool)] * 5 + [CAUSAL[None, None]], 1),
-    "strictly causal": (POSITIONS < 0)[None, None],
     "two ranges": (np.arange(KEYS) % 9 != 4)[None, None, None],
-    "windows differ": np.stack([POSITIONS <= 0, POSITIONS <= 1, POSITIONS <= 2])[:, None],
 }
 
 
@@ -98,7 +105,10 @@ def test_an_array_of_jax_is_a_known_mask_also_within_jit():
 @pytest.mark.parametrize("wrap", [lambda f: f, jax.jit], ids=["eager", "jit"])
 def test_another_mask_follows_the_fallback(mask, wrap):
     operands = tensors()
-    with pytest.raises(NotImplementedError, match='mask .* is not supported: it is neither .*; fallback="xla" lets'):
+    with pytest.raises(
+        NotImplementedError,
+        match='mask .* is not supported: a query attends to keys that are not .*; fallback="xla" lets',
+    ):
         wrap(lambda *x: dot_product_attention(*x, mask=mask))(*operands)
     actual = wrap(lambda *x: dot_product_attention(*x, mask=mask, fallback="xla"))(*operands)
     np.testing.assert_array_equal(actual, wrap(lambda *x: jax.nn.dot_product_attention(*x, mask=mask))(*operands))
@@ -134,6 +144,10 @@ PROMISED = {
     "padding of rows": ("padding", KNOWN["both"]),
     "left padding": ("padding", np.broadcast_to(LEFT_PADDING, (3, 1, ROWS, KEYS))),
     "no key": ("causal", KNOWN["none"]),
+    "prefix": ("ranges", KNOWN["prefix"]),
+    "documents of one row for all": ("ranges", KEY_PADDING),
+    "documents": ("ranges", DOCUMENTS),
+    "gaps": ("ranges", KNOWN["gaps"]),
 }
 
 
@@ -142,10 +156,10 @@ def test_a_promised_mask_is_computed(platform, form, mask):
     check(jnp.asarray(mask), {"mask_form": form})
 
 
-@pytest.mark.parametrize("form", ["causal", "padding"])
+@pytest.mark.parametrize("form", ["causal", "padding", "ranges"])
 def test_a_broken_promise_gives_nan_in_its_entry_of_the_batch(platform, form):
     mask = np.array(np.broadcast_to(KNOWN["causal and padding" if form == "causal" else "both"], (3, 1, ROWS, KEYS)))
-    mask[1, 0, 2, :] = ~mask[1, 0, 2, :]
+    mask[1, 0, 2, :] = np.arange(KEYS) % 5 == 2 if form == "ranges" else ~mask[1, 0, 2, :]
     operands = tensors()
 
     def call(mask, *operands):
@@ -172,6 +186,8 @@ MASKED = {
     "known": (KNOWN["causal and left padding"], {}, False),
     "keys": (SCATTERED, {}, True),
     "promised": (KNOWN["causal and padding"], {"mask_form": "causal"}, True),
+    "ranges": (KNOWN["prefix"], {}, False),
+    "promised ranges": (KNOWN["prefix"], {"mask_form": "ranges"}, True),
 }
 
 
@@ -278,3 +294,44 @@ def test_a_traced_scale_follows_the_fallback():
 def test_jax_has_neither_sinks_nor_a_soft_cap(options, way):
     with pytest.raises(NotImplementedError, match="(sinks|softcap) is not supported by jax.nn.dot_product_attention"):
         dot_product_attention(*tensors(), **options, **way)
+
+
+STARTS, ENDS = np.random.default_rng(7).integers(-4, 20, (3, ROWS)), np.random.default_rng(8).integers(0, 40, (3, ROWS))
+BOUNDS = {
+    "both": {"k_start": STARTS, "k_end": ENDS},
+    "starts": {"k_start": STARTS},
+    "ends": {"k_end": ENDS},
+}
+
+
+def within(k_start=None, k_end=None):
+    """The mask of the bounds."""
+    mask = np.ones((3, ROWS, KEYS), bool)
+    if k_start is not None:
+        mask &= k_start[:, :, None] <= np.arange(KEYS)
+    if k_end is not None:
+        mask &= np.arange(KEYS) < k_end[:, :, None]
+    return mask[:, None]
+
+
+@pytest.mark.parametrize("bounds", BOUNDS.values(), ids=BOUNDS)
+def test_bounds_of_each_query_join_the_other_masks(platform, bounds):
+    mask = within(**bounds)
+    check(None, bounds, expected_mask=mask)
+    check(None, {"is_causal": True, **bounds}, expected_mask=mask & CAUSAL)
+    check(KEY_PADDING, bounds, expected_mask=mask & KEY_PADDING)
+    check(KNOWN["prefix"], bounds, expected_mask=mask & KNOWN["prefix"])
+    check(None, {"sinks": jnp.linspace(-1, 2, 6), **bounds}, expected_mask=mask, sinks=np.linspace(-1, 2, 6))
+
+
+def test_jax_computes_bounds_as_a_mask():
+    bounds, operands = BOUNDS["both"], tensors()
+    out, residual = dot_product_attention(*operands, **bounds, implementation="xla", return_residual=True)
+    expected = dense_attention(*operands, within(**bounds))
+    for actual, wanted in zip((out, residual), expected, strict=True):
+        np.testing.assert_allclose(actual, wanted, atol=3e-5, rtol=3e-5)
+
+
+def test_bounds_of_another_shape_are_refused():
+    with pytest.raises(ValueError, match=r"k_end has shape \[17\], expected \[3, 17\]"):
+        dot_product_attention(*tensors(), k_end=np.arange(ROWS))

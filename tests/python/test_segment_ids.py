@@ -234,20 +234,54 @@ def test_pairs_that_are_not_ranges_in_order(platform, queries, keys):
         np.testing.assert_allclose(np.delete(actual, 1, 0), np.delete(wanted, 1, 0), atol=3e-5)
 
 
-@pytest.mark.parametrize("options", [{"is_causal": True}, {"local_window_size": 3}], ids=str)
-def test_a_pair_with_masks_by_position_follows_the_fallback(options):
-    pair = tuple(np.stack([x] * 3) for x in PAIRS["some"])
-    operands = tensors()
-    with pytest.raises(NotImplementedError, match="a pair of segment_ids with is_causal or a window is not supported"):
-        dot_product_attention(*operands, segment_ids=pair, **options)
-    offset = np.arange(29)[None] - np.arange(17)[:, None]
-    mask = mask_of(*pair) & (offset <= 0 if "is_causal" in options else abs(offset) <= 3)
-    out, residual = dot_product_attention(*operands, segment_ids=pair, **options, fallback="xla", return_residual=True)
-    expected = dense_attention(*operands, mask)
-    # JAX's function gives the mean of the values where another mask hides the keys of the segment.
-    visible = mask.any(-1)[:, 0] | ~mask_of(*pair).any(-1)[:, 0]
-    np.testing.assert_allclose(out[visible], expected[0][visible], atol=3e-5)
-    np.testing.assert_allclose(residual[visible], expected[1][visible], atol=3e-5)
+PAIR_OFFSET = np.arange(29)[None] - np.arange(17)[:, None]
+BESIDE = {
+    "causal": ({"is_causal": True}, PAIR_OFFSET <= 0),
+    "window": ({"local_window_size": 3}, abs(PAIR_OFFSET) <= 3),
+    "ends": ({"k_end": np.full((3, 17), 11)}, np.arange(29) < 11),
+    "prefix": ({"mask": (PAIR_OFFSET <= 0) | (np.arange(29) < 4)}, (PAIR_OFFSET <= 0) | (np.arange(29) < 4)),
+}
+
+
+@pytest.mark.parametrize(("options", "other"), BESIDE.values(), ids=BESIDE)
+@pytest.mark.parametrize("name", ["some", "padding", "another order"])
+def test_a_pair_joins_masks_by_position(platform, options, other, name):
+    pair = tuple(np.stack([x] * 3) for x in (PAIRS | INVALID_PAIRS)[name])
+    padding = 0 if name == "padding" else None
+    if padding is not None:
+        options = {"padding_segment_id": padding, "sinks": jnp.linspace(-1, 2, 6), **options}
+    mask, operands = mask_of(*pair, padding) & other, tensors()
+    expected = dense_attention(*operands, mask, sinks=None if padding is None else np.linspace(-1, 2, 6))
+    is_padding = np.zeros((3, 17), bool) if padding is None else pair[0] == padding
+    for ids in (pair, tuple(map(jnp.asarray, pair))):
+        call = jax.jit(lambda ids, *x: dot_product_attention(*x, segment_ids=ids, return_residual=True, **options))
+        out, residual = (
+            call(ids, *operands)
+            if ids is not pair
+            else dot_product_attention(*operands, segment_ids=pair, return_residual=True, **options)
+        )
+        np.testing.assert_allclose(out, np.where(is_padding[..., None, None], 0, expected[0]), atol=3e-5)
+        np.testing.assert_allclose(residual, np.where(is_padding[..., None], -np.inf, expected[1]), atol=3e-5)
+
+
+def test_a_pair_with_keys_of_an_id_that_are_not_adjacent_gives_nan_beside_other_masks():
+    broken = tuple(
+        np.stack(side) for side in zip(PAIRS["some"], INVALID_PAIRS["keys twice"], PAIRS["some"], strict=True)
+    )
+    out = dot_product_attention(*tensors(), segment_ids=tuple(map(jnp.asarray, broken)), is_causal=True)
+    assert [bool(np.isnan(x).any()) for x in out] == [False, True, False]
+    with pytest.raises(ValueError, match=r"segment_ids\[1\] has keys of one id that are not adjacent"):
+        dot_product_attention(*tensors(), segment_ids=broken, is_causal=True)
+
+
+def test_segments_of_one_array_join_bounds_of_each_query(platform):
+    ids = np.stack([runs((1, 5), (2, 7), (3, 5))] * 3)
+    ends = np.random.default_rng(3).integers(0, 21, (3, SIZE))
+    operands = tensors(rows=SIZE, keys=SIZE)
+    out = dot_product_attention(*operands, segment_ids=jnp.asarray(ids), k_end=jnp.asarray(ends), is_causal=True)
+    offset = np.arange(SIZE)[None] - np.arange(SIZE)[:, None]
+    mask = mask_of(ids, ids) & (offset <= 0) & (np.arange(SIZE) < ends[:, :, None])[:, None]
+    np.testing.assert_allclose(out, dense_attention(*operands, mask)[0], atol=3e-5)
 
 
 def test_jax_computes_segments_of_any_ids():

@@ -10,7 +10,7 @@ from .._options import reject_dropout
 from ._call import Array, static_bool, static_f32, static_i64
 from ._dot_product_call import NAME, Arguments, TracedScaleError, by_jax, by_kernels
 from ._indices import index_operand
-from ._masks import WINDOWS, as_4d, is_known
+from ._masks import FORMS, as_4d, is_known
 from ._segment_ids import id_arrays, padding_id
 
 _ALTERNATIVE = 'fallback="xla" lets jax.nn.dot_product_attention compute such calls'
@@ -36,6 +36,8 @@ def dot_product_attention(
     sinks: Array | None = None,
     softcap: float = 0.0,
     mask_form: str | None = None,
+    k_start: Array | None = None,
+    k_end: Array | None = None,
     fallback: str = "error",
     dropout_rate: float = 0.0,
     dropout_rng: Array | None = None,
@@ -65,8 +67,9 @@ def dot_product_attention(
         Broadcastable to ``[B, N, T, S]``. The kernels have none: it needs ``fallback="xla"``.
     mask : Array, optional
         ``bool``, broadcastable to ``[B, N, T, S]``: a query attends to a key where it is True. The kernels compute a
-        mask whose values are known when the program is traced, if it is causal, a window, padding, or several of these;
-        one that is the same for all queries, ``[B, 1, 1, S]``, without other masks; and one with a `mask_form`.
+        mask whose values are known when the program is traced, if the keys of each query are adjacent (fastest if it is
+        causal, a window, padding, or several of these); one that is the same for all queries, ``[B, 1, 1, S]``, without
+        other masks; and one with a `mask_form`.
     scale : float, optional
         Multiplies ``q . k``; ``H ** -0.5`` by default. Finite, and a compile-time constant.
     is_causal : bool
@@ -82,8 +85,8 @@ def dot_product_attention(
     segment_ids : Array or (Array, Array), optional
         Integers ``[B, T]``, or a pair ``[B, T]`` and ``[B, S]`` for queries and keys (without B as query and key): a
         query attends to the keys of its own id, as in the mask ``q_ids == kv_ids``. Equal ids have to be adjacent, and
-        of a pair the ids that both have in one order; otherwise the results of that batch entry are NaN, or a
-        ValueError if the ids are NumPy arrays. A pair goes with lengths, but with no other mask.
+        of a pair without other masks the ids that both have in one order; otherwise the results of that batch entry are
+        NaN, or a ValueError if the ids are NumPy arrays.
     padding_segment_id : int, optional
         The id of padding, commonly 0 or -1, which may occur anywhere: these rows of the result are 0, and no query
         attends to these keys. By default no id is special.
@@ -96,8 +99,12 @@ def dot_product_attention(
         Scores are ``softcap * tanh(score / softcap)``; 0 switches it off.
     mask_form : str, optional
         A promise about a traced mask ``[B, 1, T, S]``, with the lengths of padding in its values: ``"causal"`` (and
-        padding after the sequence, or keys before it), or ``"padding"``. The device compares the mask with this form;
-        the results of a batch entry that has another one are NaN.
+        padding after the sequence, or keys before it), ``"padding"``, or ``"ranges"``, where the keys of each query are
+        adjacent. The device compares the mask with this form; the results of a batch entry that has another one are
+        NaN.
+    k_start, k_end : Array, optional
+        ``i32[B, T]`` (without B as query): query t attends to key s only if ``k_start[b, t] <= s < k_end[b, t]``,
+        besides all other masks. Prefixes, documents, chunks, spans of images.
     fallback : str
         ``"error"``, or ``"xla"`` for JAX's function: what to do with a call that the kernels cannot compute.
     dropout_rate, dropout_rng, broadcast_dropout, deterministic
@@ -159,7 +166,7 @@ def dot_product_attention(
     ):
         if given is not None:
             raise NotImplementedError(f"{NAME}: {name} is not supported; no matrix of weights is ever computed")
-    for name, given, allowed in (("fallback", fallback, ("error", "xla")), ("mask_form", mask_form, (None, *WINDOWS))):
+    for name, given, allowed in (("fallback", fallback, ("error", "xla")), ("mask_form", mask_form, (None, *FORMS))):
         if given not in allowed:
             raise ValueError(f"{NAME}: {name} is {given!r}, expected one of {', '.join(map(repr, allowed))}")
     if mask_form is not None and mask is None:
@@ -185,6 +192,8 @@ def dot_product_attention(
         sinks=None if sinks is None else jnp.asarray(sinks, jnp.float32),
         softcap=static_f32(f"{NAME}: softcap", softcap),
         mask_form=mask_form,
+        k_start=_bounds("k_start", query, k_start, is_batched),
+        k_end=_bounds("k_end", query, k_end, is_batched),
     )
     if segment_ids is None and (padding_segment_id, max_segments) != (None, None):
         raise ValueError(f"{NAME}: padding_segment_id or max_segments is given, and there are no segment_ids")
@@ -205,6 +214,16 @@ def _lengths(name: str, lengths: Any, is_batched: bool) -> Array | None:  # noqa
         return None
     lengths = index_operand(f"{NAME}: {name}", lengths)
     return lengths if is_batched else jnp.atleast_1d(lengths)
+
+
+def _bounds(name: str, query: Array, bounds: Any, is_batched: bool) -> Array | None:  # noqa: ANN401
+    """Bounds of the keys of each query as ``i32[B, T]``."""
+    if bounds is None:
+        return None
+    bounds, expected = index_operand(f"{NAME}: {name}", bounds), query.shape[:2] if is_batched else query.shape[1:2]
+    if bounds.shape != expected:
+        raise ValueError(f"{NAME}: {name} has shape {list(bounds.shape)}, expected {list(expected)}")
+    return bounds if is_batched else bounds[None]
 
 
 def _bias_and_mask(query: Array, key: Array, bias: Any, mask: Any, *, reads_mask: bool) -> tuple[Array | None, Any]:  # noqa: ANN401

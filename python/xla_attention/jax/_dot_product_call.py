@@ -17,7 +17,7 @@ from .._options import kv_layout_number, length_hint
 from ._call import Array, static_f32
 from ._flash_attn_varlen import attend
 from ._masks import UNLIMITED, Visible, gather_visible, promised, recognise
-from ._segment_ids import segment_mask, segments_of
+from ._segment_ids import key_ranges_of, segment_mask, segments_of
 from ._varlen_types import Operands, Options
 
 NAME = "dot_product_attention"
@@ -45,6 +45,8 @@ class Arguments(NamedTuple):
     sinks: Array | None
     softcap: np.float32
     mask_form: str | None
+    k_start: Array | None  # i32[B, T]
+    k_end: Array | None
 
     @property
     def sizes(self) -> tuple:
@@ -76,7 +78,8 @@ def by_kernels(arguments: Arguments) -> Array | tuple[Array, Array]:
     left, right = _narrowest(*windows)
     rows = _smallest(arguments.query_seq_lengths, visible.rows)
     keys = _smallest(arguments.key_value_seq_lengths, visible.keys)
-    sequences, valid = _sequences(arguments, (left, right), rows, keys, visible.first_key)
+    ranges = _within_ranges(visible.ranges, (arguments.k_start, arguments.k_end))
+    sequences, valid, is_padding = _sequences(arguments, (left, right), rows, keys, visible.first_key, ranges)
     valid = [x for x in (visible.valid, valid) if x is not None]
     options = Options(
         batch_invariant=np.bool_(False),
@@ -113,6 +116,8 @@ def by_kernels(arguments: Arguments) -> Array | tuple[Array, Array]:
         if arguments.query_seq_lengths is not None:
             is_hidden &= jnp.arange(query.shape[1]) < arguments.query_seq_lengths[:, None]
         lse = jnp.where(is_hidden, arguments.sinks[:, None, None], lse)
+    if is_padding is not None:
+        lse = jnp.where(is_padding, -jnp.inf, lse)  # also with sinks
     return out, jax.lax.stop_gradient(jnp.transpose(lse, (1, 2, 0)).astype(key.dtype))
 
 
@@ -124,7 +129,7 @@ def _apply_mask(arguments: Arguments) -> tuple[Arguments, Visible]:
     if isinstance(mask, np.ndarray):
         visible = recognise(mask, sizes)
         if visible is None:
-            text = "it is neither causal nor a window nor padding, nor several of these"
+            text = "a query attends to keys that are not adjacent"
             raise NotImplementedError(f"{NAME}: mask {list(mask.shape)} is not supported: {text}")
         return arguments, visible
     if mask.shape[1] != 1:
@@ -132,6 +137,7 @@ def _apply_mask(arguments: Arguments) -> tuple[Arguments, Visible]:
     if arguments.mask_form is not None:
         return arguments, promised(mask, arguments.mask_form, sizes)
     has_other_masks = arguments.is_causal or arguments.local_window_size or arguments.segment_ids is not None
+    has_other_masks = has_other_masks or (arguments.k_start, arguments.k_end) != (None, None)
     if mask.shape[2] == 1 and not has_other_masks:
         shown = mask[:, 0, 0]
         if arguments.key_value_seq_lengths is not None:
@@ -140,21 +146,33 @@ def _apply_mask(arguments: Arguments) -> tuple[Arguments, Visible]:
         return arguments._replace(key=key, value=value, key_value_seq_lengths=None), Visible(keys=count)
     raise NotImplementedError(
         f"{NAME}: mask {list(mask.shape)} is not supported: its values are traced, so it is not known whether it is "
-        "causal or padding; pass is_causal, lengths or segment_ids instead of it, or promise its mask_form"
+        "causal, padding or ranges; pass is_causal, lengths, segment_ids or k_start and k_end instead of it, or "
+        "promise its mask_form"
     )
 
 
 def _sequences(
-    arguments: Arguments, window: tuple[int, int], rows: Array | None, keys: Array | None, first_key: Array | None
-) -> tuple[dict[str, Array | None], Array | None]:
-    """The metadata of the call's sequences, and which entries of the batch are valid."""
+    arguments: Arguments,
+    window: tuple[int, int],
+    rows: Array | None,
+    keys: Array | None,
+    first_key: Array | None,
+    ranges: tuple[Array | None, Array | None],
+) -> tuple[dict[str, Array | None], Array | None, Array | None]:
+    """The metadata of the call's sequences, which entries of the batch are valid, and which rows are padding."""
+    whole = {"seqused_q": rows, "seqused_k": keys, "leftpad_k": first_key, "k_start": ranges[0], "k_end": ranges[1]}
     if arguments.segment_ids is None or arguments.is_empty:
-        return {"seqused_q": rows, "seqused_k": keys, "leftpad_k": first_key}, None
+        return whole, None, None
     is_pair = arguments.segment_ids[0] is not arguments.segment_ids[1]
-    if is_pair and window != (UNLIMITED, UNLIMITED):
-        raise NotImplementedError(f"{NAME}: a pair of segment_ids with is_causal or a window is not supported")
-    if is_pair and not all(isinstance(size, int) for size in arguments.sizes):
-        raise NotImplementedError(f"{NAME}: a pair of segment_ids with symbolic sizes is not supported")
+    has_ranges = ranges != (None, None)
+    if (is_pair or has_ranges) and not all(isinstance(size, int) for size in arguments.sizes):
+        what = "a pair of segment_ids" if is_pair else "segment_ids with ranges of keys"
+        raise NotImplementedError(f"{NAME}: {what} with symbolic sizes is not supported")
+    if has_ranges or (is_pair and window != (UNLIMITED, UNLIMITED)):
+        # Windows and ranges count positions in the row, not in the segment, so the row stays one sequence.
+        *of_ids, is_padding, valid = key_ranges_of(NAME, arguments.segment_ids, arguments.padding_segment_id)
+        k_start, k_end = _within_ranges(ranges, of_ids)
+        return whole | {"k_start": k_start, "k_end": k_end}, valid, is_padding
     segments = segments_of(NAME, arguments.segment_ids, arguments.padding_segment_id, arguments.max_segments)
 
     def within(position: Array | None, starts: Array, lengths: Array) -> Array | None:
@@ -175,20 +193,28 @@ def _sequences(
         "seqused_k": used_k,
         "leftpad_k": within(first_key, segments.starts_k, segments.lengths_k),
     }
-    return sequences, segments.valid
+    return sequences, segments.valid, None
 
 
 def by_jax(arguments: Arguments, implementation: str) -> Array | tuple[Array, Array]:
-    """The results of JAX's function, with segment ids as a mask."""
+    """The results of JAX's function, with segment ids and ranges of keys as a mask."""
     for name, given in (("sinks", arguments.sinks is not None), ("softcap", arguments.softcap != 0)):
         if given:
             raise NotImplementedError(f"{NAME}: {name} is not supported by jax.nn.dot_product_attention")
     options = {"return_residual": True} if arguments.return_residual else {}
     if options and "return_residual" not in inspect.signature(_of_jax).parameters:
         raise NotImplementedError(f"{NAME}: return_residual with jax.nn.dot_product_attention needs jax >= 0.8.1")
-    mask, in_segment = arguments.mask, None
+    own = []
     if arguments.segment_ids is not None:
-        in_segment = segment_mask(arguments.segment_ids, arguments.padding_segment_id)
+        own.append(segment_mask(arguments.segment_ids, arguments.padding_segment_id))
+    key = jnp.arange(arguments.sizes[3], dtype=jnp.int32)
+    if arguments.k_start is not None:
+        own.append((arguments.k_start[:, :, None] <= key)[:, None])
+    if arguments.k_end is not None:
+        own.append((key < arguments.k_end[:, :, None])[:, None])
+    in_segment = functools.reduce(jnp.logical_and, own) if own else None
+    mask = arguments.mask
+    if in_segment is not None:
         mask = in_segment if mask is None else jnp.logical_and(mask, in_segment)
     results = _of_jax(
         *arguments[:4],
@@ -203,11 +229,17 @@ def by_jax(arguments: Arguments, implementation: str) -> Array | tuple[Array, Ar
     )
     if in_segment is None:
         return results
-    # JAX has no segment ids, hence no rule of its own for rows without a key in their segment: they are 0, as always.
+    # JAX has neither segment ids nor ranges, hence no rule of its own for rows without a key in them: they are 0.
     has_keys = in_segment.any(-1)[:, 0, :, None]
     out, *residual = results if options else (results,)
     out = jnp.where(has_keys[..., None], out, 0)
     return (out, jnp.where(has_keys, residual[0], -jnp.inf)) if residual else out
+
+
+def _within_ranges(*ranges: tuple[Array | None, Array | None]) -> tuple[Array | None, Array | None]:
+    """The ranges of keys within all of these, whose sides may be None."""
+    starts, ends = ([x for x in side if x is not None] for side in zip(*ranges, strict=True))
+    return functools.reduce(jnp.maximum, starts) if starts else None, _smallest(*ends)
 
 
 def _length_hint(length: Any) -> np.int64:  # noqa: ANN401

@@ -1,9 +1,11 @@
-"""Masks of dot_product_attention that the kernels can express: a window and one range of keys for each batch entry.
+"""Masks of dot_product_attention that the kernels can express: one range of keys for each query.
 
 ``mask[b, t, s] = t - left <= s <= t + right and t < rows[b] and first_key[b] <= s < keys[b]`` covers causal masks,
-sliding windows, and padding of keys on either side and of queries at the end. `recognise` finds this form in a mask
-whose values are known. `promised` derives the numbers of a traced mask on the device, given the window, and tells
-whether the mask has the form. `gather_visible` handles traced masks that are the same for all queries.
+sliding windows, and padding of keys on either side and of queries at the end, without an array per query. Where a mask
+has another form, each query may have a range of its own, ``mask[b, t, s] = k_start[b, t] <= s < k_end[b, t]``:
+prefixes, documents, chunks. `recognise` finds these forms in a mask whose values are known. `promised` derives the
+numbers of a traced mask on the device, given the form, and tells whether the mask has it. `gather_visible` handles
+traced masks that are the same for all queries.
 """
 
 from typing import Any, NamedTuple
@@ -18,6 +20,7 @@ from ._sharding import ShardingRule, with_auto_axes
 UNLIMITED = -1
 # What a traced mask can be promised to be, as (left, right).
 WINDOWS = {"causal": (UNLIMITED, 0), "padding": (UNLIMITED, UNLIMITED)}
+FORMS = (*WINDOWS, "ranges")
 
 
 class Visible(NamedTuple):
@@ -28,6 +31,7 @@ class Visible(NamedTuple):
     first_key: Array | None = None  # i32[B]
     keys: Array | None = None  # i32[B]: the end of the visible keys
     valid: Array | None = None  # bool[B]: whether the mask has this form; None if this is known
+    ranges: tuple[Array | None, Array | None] = (None, None)  # i32[B, T]: the first key of each query, and the end
 
 
 def as_4d(name: str, value: Any, sizes: tuple) -> Any:  # noqa: ANN401
@@ -62,7 +66,10 @@ def recognise(mask: np.ndarray, sizes: tuple[int, int, int, int]) -> Visible | N
         if (_model(mask.shape, window, rows, first_key, keys, np) == mask).all():
             break
     else:
-        return None
+        k_start, k_end, is_range = _ranges(mask, np)
+        if not is_range.all():
+            return None
+        return Visible(ranges=tuple(jnp.asarray(np.broadcast_to(x, (batch, num_rows))) for x in (k_start, k_end)))
     # An array of lengths is passed only where it says something.
     is_row = mask.shape[1] == 1
     return Visible(
@@ -76,6 +83,8 @@ def recognise(mask: np.ndarray, sizes: tuple[int, int, int, int]) -> Visible | N
 def promised(mask: Array, form: str, sizes: tuple) -> Visible:
     """The form of a traced ``mask[B, 1, T, S]`` with the window of `form`, and whether this is what the mask is."""
     batch, _, num_rows, num_keys = sizes
+    if form == "ranges":
+        return _promised_ranges(mask, sizes)
     # One row that attends to a range of keys is a causal mask too, with the other rows before it: that of decoding.
     window = WINDOWS[form] if num_rows != 1 else WINDOWS["padding"]
     shape = (mask.shape[0], num_rows if form == "causal" else mask.shape[2], num_keys)
@@ -88,6 +97,19 @@ def promised(mask: Array, form: str, sizes: tuple) -> Visible:
     numbers = with_auto_axes(measure, [mask], ShardingRule(("b..",), ("b",) * 4, "b"))(mask)
     rows, *others = (jnp.broadcast_to(x, (batch,)) for x in numbers)
     return Visible(window, None if shape[1] == 1 else rows, *others)
+
+
+def _promised_ranges(mask: Array, sizes: tuple) -> Visible:
+    batch, _, num_rows, num_keys = sizes
+    mask = jnp.broadcast_to(mask[:, 0], (mask.shape[0], num_rows, num_keys))
+
+    def measure(mask: Array) -> tuple[Array, ...]:
+        k_start, k_end, is_range = _ranges(mask, jnp)
+        return k_start, k_end, is_range.all(1)
+
+    k_start, k_end, valid = with_auto_axes(measure, [mask], ShardingRule(("b..",), ("b.", "b.", "b"), "b"))(mask)
+    ranges = tuple(jnp.broadcast_to(x, (batch, num_rows)) for x in (k_start, k_end))
+    return Visible(ranges=ranges, valid=jnp.broadcast_to(valid, (batch,)))
 
 
 def gather_visible(mask: Array, key: Array, value: Array) -> tuple[Array, Array, Array]:
@@ -134,6 +156,14 @@ def _extent(mask: Any, numpy: Any) -> tuple[Any, Any, Any]:  # noqa: ANN401
         return numpy.where(is_empty, 0, flags.shape[1] - numpy.argmax(flags[:, ::-1], 1)).astype(np.int32)
 
     return end(has_key), numpy.argmax(seen, 1).astype(np.int32), end(seen)
+
+
+def _ranges(mask: Any, numpy: Any) -> tuple[Any, Any, Any]:  # noqa: ANN401
+    """For ``mask[B, T, S]``: the first key of each query, the end of its keys, and whether it has all between."""
+    first = numpy.argmax(mask, 2).astype(np.int32)
+    count = mask.sum(2, dtype=np.int32)
+    end = mask.shape[2] - numpy.argmax(mask[:, :, ::-1], 2).astype(np.int32)
+    return first, first + count, (count == 0) | (first + count == end)
 
 
 def _model(shape: tuple, window: tuple[int, int], rows: Any, first_key: Any, keys: Any, numpy: Any) -> Any:  # noqa: ANN401

@@ -86,6 +86,39 @@ def segments_of(
     return segments._replace(valid=None)
 
 
+def key_ranges_of(name: str, ids: tuple[Any, Any], padding: int | None) -> tuple[Array, Array, Array, Array | None]:
+    """The keys of each query's id: the first and the end ``i32[B, T]``, which are 0 for a query without one.
+
+    Then whether the query is padding ``[B, T]``, and whether the keys of each id are adjacent ``[B]``, or None if they
+    are. `ids` are as for `segments_of`, whose metadata is smaller: this is for calls with other bounds per query.
+    """
+    compute = functools.partial(_key_ranges, padding=padding)
+    if not all(isinstance(x, np.ndarray) for x in ids):
+        rule = ShardingRule(("b.",) * 2, (*("b.",) * 3, "b"), "b")
+        arrays = [jnp.asarray(x) for x in ids]
+        return with_auto_axes(compute, arrays, rule)(*arrays)
+    with jax.ensure_compile_time_eval():
+        *ranges, valid = compute(*map(jnp.asarray, ids))
+        invalid = np.flatnonzero(~np.asarray(valid))
+    if invalid.size:
+        raise ValueError(f"{name}: segment_ids[{invalid[0]}] has keys of one id that are not adjacent")
+    return *ranges, None
+
+
+@functools.partial(jax.jit, static_argnames=("padding",))
+def _key_ranges(queries: Array, keys: Array, *, padding: int | None) -> tuple[Array, ...]:
+    dtype = jnp.promote_types(queries.dtype, keys.dtype)
+    queries, keys = queries.astype(dtype), keys.astype(dtype)
+    is_padding = jnp.zeros_like(queries, bool) if padding is None else ~_differs(queries, padding)
+    first, last, count = _keys_of_ids(queries, ~is_padding, keys)
+    return (
+        jnp.where(count > 0, first, 0),
+        jnp.where(count > 0, first + count, 0),
+        is_padding,
+        ((count == 0) | (last - first + 1 == count)).all(1),
+    )
+
+
 def segment_mask(ids: tuple[Any, Any], padding: int | None) -> Array:
     """``bool[B, 1, T, S]``: the mask that the ids stand for."""
     queries, keys = map(jnp.asarray, ids)
@@ -154,22 +187,25 @@ def _has_distant_equals(ids: Array, position: Array, padding: int | None) -> Arr
 
 def _matching_keys(segment_ids: Array, is_segment: Array, keys: Array) -> tuple[Array, Array, Array]:
     """The first key and the number of keys of each segment, and per row whether they are one range each, in order."""
-    position = jnp.broadcast_to(jnp.arange(keys.shape[1], dtype=jnp.int32), keys.shape)
-    sorted_keys, sorted_position = jax.lax.sort((keys, position), dimension=1, num_keys=1, is_stable=True)
-    left, right = (
-        jax.vmap(functools.partial(jnp.searchsorted, side=side, method="sort"))(sorted_keys, segment_ids).astype(
-            "int32"
-        )
-        for side in ("left", "right")
-    )
-    count = jnp.where(is_segment, right - left, 0)
+    first, last, count = _keys_of_ids(segment_ids, is_segment, keys)
     has_keys = count > 0
-    first, last = _take(sorted_position, left), _take(sorted_position, right - 1)
     ends = jax.lax.cummax(jnp.where(has_keys, first + count, 0), axis=1)
     previous_end = jnp.concatenate([jnp.zeros_like(ends[:, :1]), ends[:, :-1]], 1)
     is_range = (last - first + 1 == count) & (first >= previous_end)
     starts = jnp.where(has_keys, first, previous_end)
     return starts, count, (is_range | ~has_keys).all(1)
+
+
+def _keys_of_ids(ids: Array, is_wanted: Array, keys: Array) -> tuple[Array, Array, Array]:
+    """The first and the last key of each of the ids ``[B, N]``, and their number, 0 where it is not wanted."""
+    position = jnp.broadcast_to(jnp.arange(keys.shape[1], dtype=jnp.int32), keys.shape)
+    sorted_keys, sorted_position = jax.lax.sort((keys, position), dimension=1, num_keys=1, is_stable=True)
+    left, right = (
+        jax.vmap(functools.partial(jnp.searchsorted, side=side, method="sort"))(sorted_keys, ids).astype("int32")
+        for side in ("left", "right")
+    )
+    count = jnp.where(is_wanted, right - left, 0)
+    return _take(sorted_position, left), _take(sorted_position, right - 1), count
 
 
 def _take(values: Array, index: Array) -> Array:
