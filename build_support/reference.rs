@@ -20,7 +20,7 @@ fn custom_calls(operators: &[Operator]) -> String {
          The operands, results and attributes of each target, in order. [semantics.md](../semantics.md) defines what it \
          computes,\n[ffi.md](../ffi.md) how it is called.\n\n\
          Dimensions: `T`, `Tq`, `Tk` rows; `S`, `B` sequences; `M` pages of a row of the block table; `P` pages; `Hq` \
-         and `Hkv`\nheads, the second divides the first; `D` and `Dv` head dimensions, multiples of 8 up to 256. Q \
+         and `Hkv`\nheads, the second divides the first; `D` and `Dv` head dimensions, multiples of 8 up to 512. Q \
          stands for f16, bf16, f32\nor f8e4m3fn; KV for the dtype of q, and also f8e4m3fn or f8e5m2 under f16 and \
          bf16, and f8e4m3fn under f8e4m3fn.\n",
     );

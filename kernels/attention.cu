@@ -13,6 +13,7 @@
 // by any number of work ranges. Shape::kSharedBytes of dynamic shared memory, plus Shape::kFixedSplitsBytes in decode
 // with batch_invariant.
 
+#include "column_warps.cuh"
 #include "decode.cuh"
 #include "decode_loop.cuh"
 #include "element.cuh"
@@ -34,14 +35,14 @@ template <typename Shape, typename T, typename Stored, typename LogitsTransform>
 __device__ __forceinline__ void attend_tile(const AttentionParams& params, const WorkTile& work, uint8_t* shared) {
   const uint32_t query_rows = ptx::shared_address(shared), rings = query_rows + Shape::kRingsOffset;
   float* const row_factors = Shape::kIsFp8 ? reinterpret_cast<float*>(shared + Shape::kFactorsOffset) : nullptr;
-  SoftmaxState<Shape::kRowTiles, Shape::kHeadDim / 8> state;
+  SoftmaxState<Shape::kRowTiles, Shape::kWarpColumns / 8> state;
   const LogitsTransform transform(params, row_factors);
   fetch_query<Shape, T, Stored>(params, work, shared, row_factors);
-  const int32_t warp_row = threadIdx.x / 32 * 16 * Shape::kRowTiles;
+  const int32_t warp_row = threadIdx.x / (32 * Shape::kColumnWarps) * 16 * Shape::kRowTiles;
   attend_with_rows<Shape, T, Stored>(state, params, work, rings, warp_row, query_rows, transform);
   const RowWriter<T, Shape::kIsFp8> writer(params, work.tile, work.kv_head);
-  write_warp_rows<Shape, T>(params, writer, state, warp_row, shared + warp_row * Shape::kQueryPitch,
-                            transform.log2_unit());
+  write_warp_rows<Shape, T>(params, writer, state, warp_row, first_warp_column<Shape>(),
+                            shared + warp_row * Shape::kQueryPitch, transform.log2_unit());
 }
 
 }  // namespace xa

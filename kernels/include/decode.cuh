@@ -22,7 +22,7 @@ __device__ __forceinline__ void attend_keys(const AttentionParams& params, const
                                             uint8_t* shared, const MakeLoop& make_loop) {
   const uint32_t query_rows = ptx::shared_address(shared);
   float* const row_factors = Shape::kIsFp8 ? reinterpret_cast<float*>(shared + Shape::kFactorsOffset) : nullptr;
-  using State = SoftmaxState<Shape::kRowTiles, Shape::kHeadDim / 8>;
+  using State = SoftmaxState<Shape::kRowTiles, Shape::kWarpColumns / 8>;
   using Writer = RowWriter<T, Shape::kIsFp8>;
   const LogitsTransform transform(params, row_factors);
   auto loop = make_loop(work);

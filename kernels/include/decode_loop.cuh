@@ -4,6 +4,7 @@
 
 #include <cstdint>
 
+#include "column_warps.cuh"
 #include "new_tokens.cuh"
 #include "params/attention.cuh"
 #include "ptx.cuh"
@@ -27,9 +28,9 @@ __device__ __forceinline__ int32_t first_block_key(const KeyRange& keys) {
 /// block of V, copied as one cp.async group.
 template <typename Shape, typename T, typename Stored>
 class DecodeLoop {
-  using Math = TileMath<T, Stored, typename Shape::Rows, 1, Shape::kKeys, Shape::kHeadDim>;
+  using Math = TileMath<T, Stored, typename Shape::Rows, 1, Shape::kKeys, Shape::kWarpColumns>;
   static constexpr int kStages = Shape::kStages, kStep = Shape::kKeys * Shape::kKeyWarps;
-  using Query = QueryFragments<1, Shape::kHeadDim, sizeof(T), Shape::kHoldsQuery>;
+  using Query = QueryFragments<1, Shape::kHeadDim, sizeof(T), Shape::kHoldsQuery, Shape::kWarpColumns>;
 
  public:
   /// `rings` is the shared address of the CTA's rings. Issues the first loads of page ids.
@@ -39,7 +40,7 @@ class DecodeLoop {
         ring_(rings + threadIdx.x / 32 * Shape::kRingBytes),
         first_key_(first_block_key<Shape>(work.keys)),
         slots_(params, work, first_key_),
-        loader_(params, work) {}
+        loader_(params, work, first_warp_column<Shape>()) {}
 
   /// Updates `state` by the warp's keys. The copies of the query rows to shared address `query_rows` are already
   /// committed as the most recent cp.async group.
@@ -103,7 +104,7 @@ class DecodeLoop {
   static __device__ __forceinline__ Query wait_for_query(uint32_t query_rows) {
     ptx::cp_async_wait<kStages>();
     __syncthreads();
-    Query query(query_rows);
+    Query query(query_rows + first_warp_column<Shape>() * static_cast<int32_t>(sizeof(T)));
     query.fill();
     return query;
   }
@@ -115,6 +116,13 @@ class DecodeLoop {
     wait_for_blocks(stage, key);
     float scores[1][Shape::kKeys / 8][4];
     Math::scores(scores, query, keys(stage), params_);
+    if constexpr (Shape::kColumnWarps > 1) {
+      // Each warp's part of the scores takes the place of its columns of K.
+      __syncwarp();
+      const int32_t warp = threadIdx.x / 32;
+      add_up_columns<Shape::kColumnWarps>(scores, keys(stage) - warp * Shape::kRingBytes, Shape::kRingBytes, warp,
+                                          [] { __syncthreads(); });
+    }
     transform.template apply<T>(scores[0], transform.rows(work_, 0), key);
     const bool masked = key < work_.keys.common_begin || key + Shape::kKeys > work_.keys.common_end;
     if (masked) apply_mask(scores[0], params_, work_.tile, 0, key);
@@ -164,7 +172,7 @@ class DecodeLoop {
   uint32_t ring_;
   int32_t first_key_;
   PageTableReader<Shape::kKeys, kStep, (Shape::kRowBytes < 1024)> slots_;
-  PairLoader<Stored, Shape::kHeadDim, Shape::kBlockBytes> loader_;
+  PairLoader<Stored, Shape::kWarpColumns, Shape::kBlockBytes> loader_;
 };
 
 }  // namespace xa

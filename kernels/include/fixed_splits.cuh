@@ -23,13 +23,15 @@ namespace xa {
 template <typename Shape>
 class FixedSplits {
   static constexpr int kRows = Shape::kRows, kRowBytes = Shape::kHeadDim * 4, kInQuery = Shape::kMergedRowsInQuery;
+  static constexpr int kAreaRowBytes = Shape::kWarpColumns * 4;
   static_assert(kInQuery * kRowBytes <= Shape::kQueryBytes, "merged rows take the place of query rows");
-  static_assert(kRows * kRowBytes <= Shape::kRingBytes, "a warp's output fits into its ring");
+  static_assert(kRows * kAreaRowBytes <= Shape::kRingBytes, "a warp's output fits into its ring");
+  static_assert(Shape::kColumnWarps == 1 || Shape::kWarps <= 8, "areas_");
 
   uint8_t* shared_;
   float2* merged_states_;  // [2, kRows]
   float2* warp_states_;    // [kKeyWarps, kRows]
-  int32_t* areas_;         // [kKeyWarps], bytes from `shared_`; -1: the warp had no keys
+  int32_t* areas_;         // [kWarps], bytes from `shared_`; -1: the warp had no keys
 
  public:
   static constexpr int32_t kNoArea = -1;
@@ -48,7 +50,8 @@ class FixedSplits {
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
       const int32_t row = 8 * half + g;
-      if (t == 0) warp_states_[warp * kRows + row] = make_float2(state.max[0][half], state.sum[0][half]);
+      if (t == 0 && warp % Shape::kColumnWarps == 0)
+        warp_states_[warp / Shape::kColumnWarps * kRows + row] = make_float2(state.max[0][half], state.sum[0][half]);
       if (area == kNoArea || 8 * half >= num_rows) continue;
       for_columns<Shape::kIsFp8>(state.output[0], half, [&](int32_t column, const auto& columns) {
         store_columns(reinterpret_cast<float*>(vector(area, row, column)) + column % 4, columns);
@@ -61,8 +64,10 @@ class FixedSplits {
   /// `store_warp`.
   __device__ __forceinline__ PartialState of_warps(int32_t row, int32_t column, float log2_unit) const {
     return merge_warps<Shape>(warp_states_, row, log2_unit, [&](int warp) {
-      const int32_t area = areas_[warp];
-      return area == kNoArea ? make_float4(0.0f, 0.0f, 0.0f, 0.0f) : *vector(area, row, column);
+      const int32_t column_warp = Shape::kColumnWarps > 1 ? column / Shape::kWarpColumns : 0;
+      const int32_t area = areas_[warp * Shape::kColumnWarps + column_warp];
+      if (area == kNoArea) return make_float4(0.0f, 0.0f, 0.0f, 0.0f);
+      return *vector(area, row, column - column_warp * Shape::kWarpColumns);
     });
   }
 
@@ -85,7 +90,7 @@ class FixedSplits {
   /// store, which have several rows, and those of a load, which have one, use different banks.
   __device__ __forceinline__ float4* vector(int32_t area, int32_t row, int32_t column) const {
     const int32_t swizzled = (column / 4) ^ (row * (Shape::kIsFp8 ? 4 : 2) % 8);
-    return reinterpret_cast<float4*>(shared_ + area + row * kRowBytes) + swizzled;
+    return reinterpret_cast<float4*>(shared_ + area + row * kAreaRowBytes) + swizzled;
   }
   __device__ __forceinline__ float4* merged_row(int32_t row, int32_t column) const {
     const int32_t offset = row < kInQuery ? row * kRowBytes : Shape::kFixedSplitsOffset + (row - kInQuery) * kRowBytes;

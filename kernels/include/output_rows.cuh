@@ -98,13 +98,14 @@ __device__ __forceinline__ void for_columns(const float (&output)[kColumnTiles][
   }
 }
 
-/// Writes the rows of one warp, from row `first_row` of the tile on. They are staged in shared memory, in the warp's
-/// rows at `staging`, kQueryPitch apart, so that global stores are 16 bytes and coalesce. f32 rows of 16-bit queries do
-/// not fit there and are stored directly.
+/// Writes the kWarpColumns columns from `first_column` on that a warp has of its rows, from row `first_row` of the tile
+/// on. They are staged in shared memory, in the warp's rows at `staging`, kQueryPitch apart, so that global stores are
+/// 16 bytes and coalesce. f32 rows of 16-bit queries do not fit there and are stored directly.
 template <typename Shape, typename T, typename Writer, typename State>
 __device__ __forceinline__ void write_warp_rows(const AttentionParams& params, const Writer& writer, const State& state,
-                                                int32_t first_row, uint8_t* staging, float log2_unit) {
-  using Grid = LaneGrid<Shape::kQueryRowBytes>;
+                                                int32_t first_row, int32_t first_column, uint8_t* staging,
+                                                float log2_unit) {
+  using Grid = LaneGrid<Shape::kWarpColumns* static_cast<int>(sizeof(T))>;
   constexpr int kElements = 16 / sizeof(T);
   const int32_t lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
   // `staging` holds the query rows, which all lanes must have read.
@@ -115,16 +116,16 @@ __device__ __forceinline__ void write_warp_rows(const AttentionParams& params, c
     for (int half = 0; half < 2; ++half) {
       const int32_t row = 16 * tile + 8 * half + g;
       const RowResult result = writer.finish(first_row + row, state.max[tile][half], state.sum[tile][half], log2_unit);
-      T* const to = reinterpret_cast<T*>(staging + row * Shape::kQueryPitch);
+      T* const to = reinterpret_cast<T*>(staging + row * Shape::kQueryPitch) + first_column;
       const bool is_live = writer.writes(first_row + row);
       for_columns<Shape::kIsFp8>(state.output[tile], half, [&](int32_t column, const auto& columns) {
         if (params.widens_out == 0) {
           writer.store(to + column, scaled(columns, result.factor));
-        } else if (is_live && column < params.value_dim) {
-          writer.store_out(first_row + row, column, scaled(columns, result.factor));
+        } else if (is_live && first_column + column < params.value_dim) {
+          writer.store_out(first_row + row, first_column + column, scaled(columns, result.factor));
         }
       });
-      if (t == 0) writer.write_lse(first_row + row, result.lse);
+      if (t == 0 && first_column == 0) writer.write_lse(first_row + row, result.lse);
     }
   }
   if (params.widens_out != 0) return;
@@ -137,7 +138,7 @@ __device__ __forceinline__ void write_warp_rows(const AttentionParams& params, c
     T* const to = writer.out(first_row + row);
 #pragma unroll
     for (int step = 0; step < Grid::kStepsPerRow; ++step) {
-      const int32_t c = grid.chunk + 32 * step;
+      const int32_t c = first_column / kElements + grid.chunk + 32 * step;
       if (c * kElements < params.value_dim) *reinterpret_cast<uint4*>(to + c * kElements) = from[c];
     }
   }

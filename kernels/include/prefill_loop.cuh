@@ -3,6 +3,7 @@
 
 #include <cstdint>
 
+#include "column_warps.cuh"
 #include "element.cuh"
 #include "paged_rows.cuh"
 #include "params/attention.cuh"
@@ -20,17 +21,19 @@ template <typename Shape, typename T, typename Stored, typename LogitsTransform,
 __device__ __forceinline__ void attend_with_rows(State& state, const AttentionParams& params, const WorkTile& work,
                                                  uint32_t ring, int32_t warp_row, uint32_t query_rows,
                                                  const LogitsTransform& transform) {
-  using Math = TileMath<T, Stored, typename Shape::Rows, Shape::kRowTiles, Shape::kKeys, Shape::kHeadDim>;
+  using Math = TileMath<T, Stored, typename Shape::Rows, Shape::kRowTiles, Shape::kKeys, Shape::kWarpColumns>;
   constexpr int kStages = Shape::kStages;
   constexpr bool kHoldsQuery = Shape::kRowTiles == 1 && Shape::kQueryRowBytes <= 256;
+  constexpr int kColumnWarps = Shape::kColumnWarps;
   // K and V of a block are separate cp.async groups. At this many pending groups the oldest block's next operand is
   // there.
   constexpr int kPending = 2 * kStages - 2;
   // K's next copies should start as early as possible, but starting them while the scores are live takes registers.
-  constexpr int kAccumulators = Shape::kRowTiles * 4 * (Shape::kKeys + Shape::kHeadDim) / 8;
+  constexpr int kAccumulators = Shape::kRowTiles * 4 * (Shape::kKeys + Shape::kWarpColumns) / 8;
   constexpr bool kRefillsEarly = kAccumulators <= (Element<T>::kIs16Bit ? 144 : 72);
   const RowLoader<Stored, Shape::kHeadDim, Shape::kKeysPerLoad> loader(params, work);
   const int32_t first_own_key = threadIdx.x / 32 * Shape::kKeysPerLoad;
+  const int32_t first_column = first_warp_column<Shape>();
   const auto keys = [&](int stage) { return ring + stage * Shape::kBlockBytes; };
   const auto values = [&](int stage) { return keys(kStages + stage); };
   const uint32_t own_offset = first_own_key * Shape::Rows::kPitch;
@@ -51,8 +54,8 @@ __device__ __forceinline__ void attend_with_rows(State& state, const AttentionPa
 
   ptx::cp_async_wait<2 * kStages - 1>();
   __syncthreads();
-  QueryFragments<Shape::kRowTiles, Shape::kHeadDim, sizeof(T), kHoldsQuery> query(query_rows +
-                                                                                  warp_row * Shape::kQueryPitch);
+  QueryFragments<Shape::kRowTiles, Shape::kHeadDim, sizeof(T), kHoldsQuery, Shape::kWarpColumns> query(
+      query_rows + warp_row * Shape::kQueryPitch + first_column * static_cast<int32_t>(sizeof(T)));
   query.fill();
 
   int stage = 0;
@@ -60,7 +63,7 @@ __device__ __forceinline__ void attend_with_rows(State& state, const AttentionPa
   while (first_key < work.keys.end) {
     const int32_t next = ptx::opaque(first_key) + kStages * Shape::kKeys;
     float scores[Shape::kRowTiles][Shape::kKeys / 8][4];
-    Math::scores(scores, query, keys(stage), params);
+    Math::scores(scores, query, keys(stage) + first_column * static_cast<int32_t>(sizeof(Stored)), params);
 
     // K's stage is free once all warps have passed the barrier below.
     const auto refill_keys = [&] {
@@ -69,6 +72,13 @@ __device__ __forceinline__ void attend_with_rows(State& state, const AttentionPa
     };
     ptx::cp_async_wait<kPending>();
     __syncthreads();
+    if constexpr (kColumnWarps > 1) {
+      // Each warp's part of the scores takes the place of the rows of K that it refills.
+      const int32_t warp = threadIdx.x / 32, first = warp / kColumnWarps * kColumnWarps;
+      constexpr int kWarpBytes = Shape::kKeysPerLoad * Shape::Rows::kPitch;
+      add_up_columns<kColumnWarps>(scores, keys(stage) + first * kWarpBytes, kWarpBytes, warp - first,
+                                   [&] { ptx::barrier_sync<32 * kColumnWarps>(1 + warp / kColumnWarps); });
+    }
     if constexpr (kRefillsEarly) refill_keys();
 
     const bool masked = first_key < work.keys.common_begin || first_key + Shape::kKeys > work.keys.common_end;
@@ -79,7 +89,7 @@ __device__ __forceinline__ void attend_with_rows(State& state, const AttentionPa
       state.update(tile, scores[tile], transform.log2_unit());
     }
     if constexpr (!kRefillsEarly) refill_keys();
-    Math::accumulate(state.output, scores, values(stage), params);
+    Math::accumulate(state.output, scores, values(stage) + first_column * static_cast<int32_t>(sizeof(Stored)), params);
 
     // After this barrier V's stage is free and the next block of K has arrived.
     ptx::cp_async_wait<kPending>();

@@ -51,6 +51,12 @@ __device__ __forceinline__ uint64_t evict_first_policy() {
   return policy;
 }
 
+/// A barrier of kThreads threads, of whole warps; __syncthreads is number 0.
+template <int kThreads>
+__device__ __forceinline__ void barrier_sync(int32_t number) {
+  asm volatile("bar.sync %0, %1;" ::"r"(number), "n"(kThreads) : "memory");
+}
+
 /// Loads four 8x8 matrices of 16-bit elements; `address` of lane i is row i % 8 of matrix i / 8.
 __device__ __forceinline__ void ldmatrix_x4(uint32_t (&fragment)[4], uint32_t address) {
   asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
@@ -81,6 +87,15 @@ __device__ __forceinline__ float load_shared_f32(uint32_t address) {
   float value;
   asm volatile("ld.shared.f32 %0, [%1];" : "=f"(value) : "r"(address) : "memory");
   return value;
+}
+
+__device__ __forceinline__ float4 load_shared_f32x4(uint32_t address) {
+  float4 x;
+  asm volatile("ld.shared.v4.f32 {%0, %1, %2, %3}, [%4];"
+               : "=f"(x.x), "=f"(x.y), "=f"(x.z), "=f"(x.w)
+               : "r"(address)
+               : "memory");
+  return x;
 }
 
 /// c[16, 8] += a[16, 16] b[16, 8] in bf16 with f32 sums.

@@ -42,11 +42,17 @@ struct QueryScale {
   float factor;
   float inverse;
 
-  /// `x` has eight columns of the row; the lanes of the warp have all of them together.
-  explicit __device__ __forceinline__ QueryScale(const uint4& x) {
+  /// A lane has eight columns of the row in each of `x`; the lanes of the warp have all of them together.
+  template <int kCount>
+  explicit __device__ __forceinline__ QueryScale(const uint4 (&x)[kCount]) {
     uint32_t largest = 0;
 #pragma unroll
-    for (const uint32_t pair : {x.x, x.y, x.z, x.w}) largest = max(largest, max(pair & 0x7fffu, pair >> 16 & 0x7fffu));
+    for (int i = 0; i < kCount; ++i) {
+#pragma unroll
+      for (const uint32_t pair : {x[i].x, x[i].y, x[i].z, x[i].w}) {
+        largest = max(largest, max(pair & 0x7fffu, pair >> 16 & 0x7fffu));
+      }
+    }
     const int32_t exponent = __reduce_max_sync(~0u, static_cast<int32_t>(largest)) >> 7;
     // At most 2^126, so rows of zeros or subnormal numbers stay small; rows with an infinity or NaN are left as they
     // are.
@@ -61,41 +67,58 @@ struct QueryScale {
 
 /// As `copy_query`, but converts to f16 and permutes columns into the order in which fp8 K is read (tile_math.cuh).
 /// Sets `row_factors` [kRows], by which the scores of the rows have to be multiplied. A warp converts a row, each lane
-/// eight columns.
+/// eight of up to 256 columns at a time.
 template <typename Shape, typename Stored>
 __device__ __forceinline__ void convert_query(const AttentionParams& params, const RowMap& map, uint8_t* destination,
                                               float* row_factors) {
   // Opaque: addresses are computed for each tile, because in registers throughout the loop over keys they spill.
   const int32_t thread = ptx::opaque(threadIdx.x), lane = thread % 32, column = 8 * lane;
-  static_assert(Shape::kHeadDim <= 256);
+  constexpr int kCount = (Shape::kHeadDim + 255) / 256;
 #pragma unroll 2
   for (int32_t row = thread / 32; row < Shape::kRows; row += Shape::kWarps) {
     float factor = 1.0f;
-    uint4 x = make_uint4(0, 0, 0, 0);
-    const bool live = row < map.num_rows && column < params.head_dim;
-    const int64_t first =
-        live ? map.token(row) * params.q_token_stride + map.head(row) * params.q_head_stride + column : 0;
+    uint4 x[kCount];
+    bool live[kCount];
+    int64_t first[kCount];
+#pragma unroll
+    for (int i = 0; i < kCount; ++i) {
+      x[i] = make_uint4(0, 0, 0, 0);
+      const int32_t own = column + 256 * i;
+      live[i] = row < map.num_rows && own < params.head_dim;
+      first[i] = live[i] ? map.token(row) * params.q_token_stride + map.head(row) * params.q_head_stride + own : 0;
+    }
     if (params.q_type == QueryType::Fp8) {
-      if (live) {
-        const uint2 codes = __ldg(reinterpret_cast<const uint2*>(static_cast<const uint8_t*>(params.q) + first));
+#pragma unroll
+      for (int i = 0; i < kCount; ++i) {
+        if (!live[i]) continue;
+        const uint2 codes = __ldg(reinterpret_cast<const uint2*>(static_cast<const uint8_t*>(params.q) + first[i]));
         const TwoPairs low = decode_neighbours<Stored, false>(codes.x);
         const TwoPairs high = decode_neighbours<Stored, false>(codes.y);
-        x = make_uint4(low.first, low.second, high.first, high.second);
+        x[i] = make_uint4(low.first, low.second, high.first, high.second);
       }
     } else {
-      if (live) x = __ldg(reinterpret_cast<const uint4*>(static_cast<const uint16_t*>(params.q) + first));
+#pragma unroll
+      for (int i = 0; i < kCount; ++i) {
+        if (live[i]) x[i] = __ldg(reinterpret_cast<const uint4*>(static_cast<const uint16_t*>(params.q) + first[i]));
+      }
       if (params.q_type == QueryType::Bf16) {
         const QueryScale scale(x);
-        x = make_uint4(scale.apply(x.x), scale.apply(x.y), scale.apply(x.z), scale.apply(x.w));
+#pragma unroll
+        for (uint4& part : x) {
+          part = make_uint4(scale.apply(part.x), scale.apply(part.y), scale.apply(part.z), scale.apply(part.w));
+        }
         factor = scale.inverse;
       }
     }
     if (lane == 0) row_factors[row] = factor;
-    if (column >= Shape::kHeadDim) continue;
-    // 16 columns (two lanes) are 32 bytes: first the even pairs of columns, then the odd ones.
-    uint8_t* const to = destination + row * Shape::kQueryPitch + lane / 2 * 32 + lane % 2 * 8;
-    *reinterpret_cast<uint2*>(to) = make_uint2(x.x, x.z);
-    *reinterpret_cast<uint2*>(to + 16) = make_uint2(x.y, x.w);
+#pragma unroll
+    for (int i = 0; i < kCount; ++i) {
+      if (column + 256 * i >= Shape::kHeadDim) continue;
+      // 16 columns (two lanes) are 32 bytes: first the even pairs of columns, then the odd ones.
+      uint8_t* const to = destination + row * Shape::kQueryPitch + 512 * i + lane / 2 * 32 + lane % 2 * 8;
+      *reinterpret_cast<uint2*>(to) = make_uint2(x[i].x, x[i].z);
+      *reinterpret_cast<uint2*>(to + 16) = make_uint2(x[i].y, x[i].w);
+    }
   }
 }
 

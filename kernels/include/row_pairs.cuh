@@ -68,9 +68,9 @@ class PageTableReader {
   TokenSlot next_;
 };
 
-/// Copies the K and V rows of one load, V's rows kValuesOffset bytes after K's. The lanes of one instruction copy K and
-/// V of the same token, which are adjacent in memory if both are in one buffer. Keys outside of the work tile's [begin,
-/// end) become zeros, as in `RowLoader`.
+/// Copies kHeadDim columns of the K and V rows of one load, V's rows kValuesOffset bytes after K's. The lanes of one
+/// instruction copy K and V of the same token, which are adjacent in memory if both are in one buffer. Keys outside of
+/// the work tile's [begin, end) become zeros, as in `RowLoader`.
 template <typename T, int kHeadDim, int kValuesOffset>
 class PairLoader {
   static constexpr int kRowBytes = kHeadDim * static_cast<int>(sizeof(T));
@@ -83,8 +83,8 @@ class PairLoader {
   static constexpr bool kEvictsFirst = sizeof(T) > 1;
 
  public:
-  __device__ __forceinline__ PairLoader(const AttentionParams& params, const WorkTile& work)
-      : params_(params), work_(work) {
+  __device__ __forceinline__ PairLoader(const AttentionParams& params, const WorkTile& work, int32_t first_column)
+      : params_(params), work_(work), first_column_(first_column) {
     if constexpr (kEvictsFirst) policy_ = ptx::evict_first_policy();
   }
 
@@ -148,11 +148,14 @@ class PairLoader {
     const bool is_value = kChunks % 32 == 0 ? 32 * step >= kChunks : chunk >= kChunks;
     const KvSource& source = is_value ? params_.v : params_.k;
     const int32_t row_chunk = chunk - (is_value ? kChunks : 0);
-    const int32_t left = (is_value ? params_.value_dim : params_.head_dim) - row_chunk * kElements;
+    const int32_t left = (is_value ? params_.value_dim : params_.head_dim) - first_column_ - row_chunk * kElements;
     const T* const head = static_cast<const T*>(source.base) + work_.kv_head * source.head_stride;
-    return Side{
-        head + (left > 0 ? row_chunk * kElements : 0),       source.page_stride, source.token_stride, row_chunk, left,
-        is_value ? static_cast<uint32_t>(kValuesOffset) : 0u};
+    return Side{head + (left > 0 ? first_column_ + row_chunk * kElements : 0),
+                source.page_stride,
+                source.token_stride,
+                row_chunk,
+                left,
+                is_value ? static_cast<uint32_t>(kValuesOffset) : 0u};
   }
 
   __device__ __forceinline__ void copy(const Side& side, uint32_t destination, int32_t row, const T* from,
@@ -170,6 +173,7 @@ class PairLoader {
 
   const AttentionParams& params_;
   const WorkTile& work_;
+  int32_t first_column_;  // of K and V
   uint64_t policy_ = 0;
 };
 

@@ -21,17 +21,17 @@
 
 namespace xa {
 
-/// Fragments of a warp's rows of Q: kept in registers (kInRegisters), or read from shared memory for each block of
-/// keys.
-template <int kRowTiles, int kHeadDim, int kBytes, bool kInRegisters>
+/// Fragments of kColumns columns of a warp's rows of Q: kept in registers (kInRegisters), or read from shared memory
+/// for each block of keys.
+template <int kRowTiles, int kHeadDim, int kBytes, bool kInRegisters, int kColumns = kHeadDim>
 class QueryFragments {
   static constexpr int kPitch = kHeadDim * kBytes + 16;
-  static constexpr int kSteps = kHeadDim * kBytes / 32;
+  static constexpr int kSteps = kColumns * kBytes / 32;
   uint32_t address_;
   uint32_t held_[kInRegisters ? kSteps : 1][kInRegisters ? kRowTiles : 1][4];
 
  public:
-  /// `rows` is the shared address of the warp's first row.
+  /// `rows` is the shared address of the warp's first row, at its first column.
   __device__ __forceinline__ explicit QueryFragments(uint32_t rows) {
     const uint32_t lane = threadIdx.x % 32;
     address_ = rows + lane % 16 * kPitch + lane / 16 * 16;

@@ -4,6 +4,7 @@
 #include <cmath>
 #include <cstdint>
 
+#include "column_warps.cuh"
 #include "element.cuh"
 #include "output_rows.cuh"
 #include "params/attention.cuh"
@@ -36,7 +37,7 @@ __device__ __forceinline__ PartialState merge_warps(const float2* states, int32_
   return part;
 }
 
-/// The states of a CTA's warps in shared memory.
+/// The states of a CTA's warps in shared memory. Warps that have different columns have the same (max, sum).
 template <typename Shape>
 class WarpStates {
   static constexpr int kWarps = Shape::kKeyWarps, kRows = Shape::kRows, kPitch = Shape::kWarpStatesPitch;
@@ -51,14 +52,15 @@ class WarpStates {
 
   template <typename State>
   __device__ __forceinline__ void store(const State& state) const {
-    const int32_t warp = threadIdx.x / 32, lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
+    const int32_t warp = threadIdx.x / 32 / Shape::kColumnWarps, lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
+    const int32_t first_column = first_warp_column<Shape>();
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
       const int32_t index = warp * kRows + 8 * half + g;
       for_columns<Shape::kIsFp8>(state.output[0], half, [&](int32_t column, const auto& columns) {
-        store_columns(outputs_ + index * kPitch + column, columns);
+        store_columns(outputs_ + index * kPitch + first_column + column, columns);
       });
-      if (t == 0) states_[index] = make_float2(state.max[0][half], state.sum[0][half]);
+      if (t == 0 && first_column == 0) states_[index] = make_float2(state.max[0][half], state.sum[0][half]);
     }
   }
 

@@ -3,6 +3,8 @@
 //
 // prefill:       each warp has its own rows; all warps read the same blocks of keys.
 // decode:        the warps share 16 rows; warp w has every kKeyWarps-th block of keys. Their states are merged.
+// Past 256 columns, the accumulators of a row do not fit one warp: several warps have the same rows and keys but
+// different columns (column_warps.cuh).
 // decode_8warps: decode with 8 warps, for GPUs that give a CTA 163 KB of shared memory.
 // fused:         decode in the CTAs of Hopper's prefill (hopper/fused.cuh).
 //
@@ -28,10 +30,13 @@ template <typename Shape, typename T, typename Stored, int kHeadDim_>
 struct TileShape : tiles::Attention<Shape, sizeof(Stored), kHeadDim_> {
   using Config = tiles::Attention<Shape, sizeof(Stored), kHeadDim_>;
   static constexpr int kHeadDim = kHeadDim_;
-  static constexpr int kWarps = Config::kRowWarps * Config::kKeyWarps;
+  static constexpr int kWarps = Config::kRowWarps * Config::kKeyWarps * Config::kColumnWarps;
+  /// Columns of Q, K, V and O of a warp.
+  static constexpr int kWarpColumns = kHeadDim / Config::kColumnWarps;
   static constexpr int kThreads = 32 * kWarps;
   static constexpr int kRows = 16 * Config::kRowTiles * Config::kRowWarps;
-  static constexpr bool kSplitsKeys = Config::kKeyWarps > 1;
+  /// Whether the keys of a tile are divided, between warps or between CTAs: all shapes but prefill.
+  static constexpr bool kSplitsKeys = !std::is_same_v<Shape, tiles::shape_prefill>;
   static constexpr int kRings = kSplitsKeys ? kWarps : 1;
   /// Prefill: rows of a block that one warp copies.
   static constexpr int kKeysPerLoad = Config::kKeys / kWarps;
@@ -40,8 +45,9 @@ struct TileShape : tiles::Attention<Shape, sizeof(Stored), kHeadDim_> {
   static constexpr int kQueryRowBytes = kHeadDim * static_cast<int>(sizeof(T));
   static constexpr int kQueryPitch = kQueryRowBytes + 16;
   /// Decode: whether a warp keeps the query rows in registers.
-  static constexpr bool kHoldsQuery = kQueryRowBytes <= 256;
-  static constexpr int kRowBytes = kHeadDim * static_cast<int>(sizeof(Stored));
+  static constexpr bool kHoldsQuery = kWarpColumns * sizeof(T) <= 256;
+  /// Bytes of a row in a ring. A ring of decode has its warp's columns only.
+  static constexpr int kRowBytes = (kSplitsKeys ? kWarpColumns : kHeadDim) * static_cast<int>(sizeof(Stored));
   static constexpr bool kLoadsByTma = std::is_same_v<Shape, tiles::shape_fused>;
   /// Prefill is bound by arithmetic and registers: padded rows need the least address arithmetic. Decode is bound by
   /// memory: swizzled rows keep a 128-byte line of global memory in one line of shared memory.
@@ -70,7 +76,8 @@ struct TileShape : tiles::Attention<Shape, sizeof(Stored), kHeadDim_> {
   static constexpr int kFixedSplitsOffset = kBarriersOffset + (kLoadsByTma ? kRings * 8 * Config::kStages : 0);
   /// Whether a warp's ring goes on loading from one fixed-size split to the next: a stage has room for the warp's
   /// output, and registers suffice. Elsewhere each fixed-size split starts anew.
-  static constexpr bool kLoadsAcrossSplits = 2 * kBlockBytes >= 16 * kHeadDim * 4 && kHeadDim * sizeof(T) <= 512;
+  static constexpr bool kLoadsAcrossSplits =
+      2 * kBlockBytes >= 16 * kWarpColumns * 4 && kWarpColumns * sizeof(T) <= 512;
   static constexpr int kMergedRowsInQuery = kHoldsQuery ? kRows / 2 : 0;
   static constexpr int kFixedSplitsBytes =
       kSplitsKeys ? (kRows - kMergedRowsInQuery) * kHeadDim * 4 + (2 + Config::kKeyWarps) * kRows * 8 + 32 : 0;
@@ -78,14 +85,19 @@ struct TileShape : tiles::Attention<Shape, sizeof(Stored), kHeadDim_> {
   static constexpr int kMaxKilobytes =
       std::is_same_v<Shape, tiles::shape_fused> ? 227 : (std::is_same_v<Shape, tiles::shape_decode_8warps> ? 163 : 99);
   static_assert(Config::kRowWarps == 1 || Config::kKeyWarps == 1, "warps divide either rows or keys");
+  static_assert(Config::kColumnWarps == 1 || Config::kKeyWarps == 1, "column warps add up scores of the same keys");
   static_assert(Config::kSharedBytes == kFixedSplitsOffset + (kLoadsByTma ? 1024 : 0),
                 "shared_bytes in variants.toml is what the launch asks for; TMA boxes are aligned to 1024 bytes");
   static_assert(Config::kSharedBytes % 16 == 0, "merged rows are stored as float4");
   static_assert(!kLoadsByTma || (kBarriersOffset % 8 == 0 && kBarriersOffset >= kWarpStatesBytes),
                 "mbarriers are aligned to 8 bytes and lie past the warps' states");
   static_assert(kRingsOffset % 128 == 0, "rings begin at a multiple of 128 bytes");
-  static_assert(Config::kSharedBytes + kFixedSplitsBytes <= kMaxKilobytes * 1024,
+  static_assert(Config::kSharedBytes <= kMaxKilobytes * 1024,
                 "sm_86, sm_89 and sm_120 give a CTA 99 KB, sm_80 163, sm_90 227");
+  /// The longest rows of f32 leave no room: elsewhere, prefill takes all sequences of such calls.
+  static constexpr int kMaxFixedSplitsKilobytes = kQueryRowBytes > 1024 ? 163 : kMaxKilobytes;
+  static_assert(Config::kSharedBytes + kFixedSplitsBytes <= kMaxFixedSplitsKilobytes * 1024,
+                "batch_invariant needs kFixedSplitsBytes more");
 };
 
 }  // namespace xa

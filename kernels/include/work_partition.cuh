@@ -43,7 +43,10 @@ class WorkPartitioner {
   /// batch_invariant: minimum keys of a fixed-size split. Another value changes the bits of results.
   static constexpr int kMinFixedSplitKeys = 512;
   /// log2 of its chunks.
-  static constexpr int kMinFixedSplitShift = kKvChunkKeys == 128 ? 2 : kKvChunkKeys == 64 ? 3 : 4;
+  static constexpr int kMinFixedSplitShift = kKvChunkKeys == 128  ? 2
+                                             : kKvChunkKeys == 64 ? 3
+                                             : kKvChunkKeys == 32 ? 4
+                                                                  : 5;
   static_assert(!kFixedSplits || kMinFixedSplitKeys == kKvChunkKeys << kMinFixedSplitShift);
   /// A boundary may move by a fraction 1 / kSlack of the work range, if that keeps a tile whole.
   static constexpr int kSlack = 32;

@@ -73,7 +73,7 @@ pub struct GatherKvCacheResults<'a, M = Host> {
 ///
 /// # Errors
 /// [`InvalidArgument`](crate::Code::InvalidArgument), naming the operand, where shapes or dtypes do not fit;
-/// [`Unimplemented`](crate::Code::Unimplemented) for a head dimension that is no multiple of 8 up to 256.
+/// [`Unimplemented`](crate::Code::Unimplemented) for a head dimension that is no multiple of 8 up to 512.
 pub fn gather_kv_cache<M: Memory>(
     inputs: &GatherKvCacheInputs<M>,
     options: &GatherKvCacheOptions<M>,

@@ -58,7 +58,7 @@ impl<M> Default for KvCacheUpdateOptions<'_, M> {
 ///
 /// # Errors
 /// [`InvalidArgument`](crate::Code::InvalidArgument), naming the operand, where shapes or dtypes do not fit;
-/// [`Unimplemented`](crate::Code::Unimplemented) for a head dimension that is no multiple of 8 up to 256.
+/// [`Unimplemented`](crate::Code::Unimplemented) for a head dimension that is no multiple of 8 up to 512.
 pub fn kv_cache_update<M: Memory>(
     inputs: &KvCacheUpdateInputs<M>,
     options: &KvCacheUpdateOptions<M>,

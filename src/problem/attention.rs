@@ -43,9 +43,9 @@ pub struct Attention<'a> {
     pub num_q_heads: usize,
     /// Hkv; divides Hq, query head h reads KV head `h / (Hq / Hkv)`
     pub num_kv_heads: usize,
-    /// D: a multiple of 8, at most 256; over a latent cache at most 576
+    /// D: a multiple of 8, at most 512; over a latent cache at most 576
     pub head_dim: usize,
-    /// Dv: a multiple of 8, at most 256; over a latent cache at most 512
+    /// Dv: a multiple of 8, at most 512
     pub value_dim: usize,
     /// B
     pub max_seqs: usize,

@@ -5,7 +5,7 @@
 //! other kernels. Results are correct in any case.
 
 use super::validate::MAX_LATENT_VALUE_DIM;
-use super::{MAX_HEAD_DIM, Op};
+use super::{MAX_GRADIENT_HEAD_DIM, MAX_HEAD_DIM, Op};
 use crate::tensor::DType;
 
 /// CTAs for which the workspace is sized, independent of the actual GPU: three on each of 132 SMs, or four for short rows.
@@ -19,6 +19,9 @@ const TILE_ROWS: i64 = 16;
 
 /// CTAs of Hopper's prefill whose keys are split, and packed query rows of its tile.
 const SPLIT_PREFILL: [i64; 2] = [132, 128];
+
+/// The largest head dimension that it has a tile for.
+const SPLIT_PREFILL_HEAD_DIM: i64 = 256;
 
 /// CTAs of multi-head latent attention, and packed query rows of its tile.
 const SPLIT_LATENT: [i64; 2] = [132, 64];
@@ -108,7 +111,9 @@ impl AttentionSizes {
         };
         let decode = bytes(nominal_ctas(self.value_dim), TILE_ROWS);
         let [ctas, tile_rows] = SPLIT_PREFILL;
-        let splits_prefill = !self.batch_invariant && self.dtype.size() == 2;
+        let splits_prefill = !self.batch_invariant
+            && self.dtype.size() == 2
+            && self.head_dim.max(self.value_dim) <= SPLIT_PREFILL_HEAD_DIM;
         let fixed = if splits_prefill { decode.max(bytes(ctas, tile_rows)) } else { decode };
         WorkspaceSize { fixed, per_row: 0, per_sequence: 0 }
     }
@@ -137,7 +142,7 @@ impl AttentionSizes {
         let heads = self.num_q_heads.max(0);
         let number = size_of::<f32>() as i64;
         let columns = self.head_dim.max(self.value_dim);
-        if self.dtype.size() != 2 || !(1..=MAX_HEAD_DIM).contains(&columns) {
+        if self.dtype.size() != 2 || !(1..=MAX_GRADIENT_HEAD_DIM).contains(&columns) {
             return WorkspaceSize { fixed: 16, per_row: number.saturating_mul(heads), per_sequence: 0 };
         }
         let row_sums = number * BUCKETS.into_iter().find(|bucket| *bucket >= columns).unwrap_or(0);

@@ -132,6 +132,15 @@ inline float load_shared_f32(uint32_t address) {
   std::memcpy(&value, ::shared + address, 4);
   return value;
 }
+inline float4 load_shared_f32x4(uint32_t address) {
+  float4 x;
+  std::memcpy(&x, ::shared + address, 16);
+  return x;
+}
+template <int kThreads>
+void barrier_sync(int32_t number) {
+  emulator::barrier(number, kThreads);
+}
 
 inline void mma_bf16(float (&c)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1) {
   host::MmaLane lane{c, a, {b0, b1}};

@@ -136,6 +136,7 @@ fn results_larger_than_the_processor_caches_are_right() {
         (F32, F32, 64, KvLayout::Interleaved, None),
         (F32, F32, 128, KvLayout::Interleaved, None),
         (F32, F32, 256, KvLayout::Interleaved, None),
+        (BF16, BF16, 512, KvLayout::Interleaved, None),
         (F8E4M3FN, F8E4M3FN, 128, KvLayout::Stacked, None),
         (F8E4M3FN, BF16, 72, KvLayout::Interleaved, Some(vec![0.37, 3.0])),
         (F8E5M2, F32, 72, KvLayout::PerPage, None),

@@ -47,3 +47,4 @@ mod tuned_decode;
 mod tuned_prefill;
 mod tuned_split_kv;
 mod vocabulary;
+mod wide_heads;

@@ -54,7 +54,7 @@ fn decode_is_the_update_and_then_attention_in_every_type_and_width() {
     for dtypes in Dtypes::ALL {
         PagedUpdateCase::new(&short(dtypes).batch(), &memory_layout).assert_matches_reference();
     }
-    for (dtype, head_dims) in [(BF16, [8, 64, 96, 128, 192, 256]), (F32, [24, 64, 72, 128, 136, 256])] {
+    for (dtype, head_dims) in [(BF16, [8, 64, 96, 128, 192, 256, 512]), (F32, [24, 64, 72, 128, 136, 256, 320])] {
         for head_dim in head_dims {
             let lengths = vec![(1, 700), (3, 40), (1, 16), (1, 1)];
             PagedUpdateCase::new(&BatchSpec { head_dim, lengths, ..short(dtype) }.batch(), &memory_layout)

@@ -19,7 +19,7 @@ fn keys_and_queries_are_rotated_in_every_layout_and_dtype_with_and_without_scale
 #[test]
 fn any_even_number_of_elements_is_rotated_and_the_others_are_copied() {
     for (dtype, interleaved) in ATTENTION_DTYPES.into_iter().flat_map(|dtype| [(dtype, false), (dtype, true)]) {
-        for (d, rotations) in [(8, vec![0, 2, 4, 6, 8]), (40, vec![8, 16, 20, 32, 38, 40]), (256, vec![64])] {
+        for (d, rotations) in [(8, vec![0, 2, 4, 6, 8]), (40, vec![8, 16, 20, 32, 38, 40]), (512, vec![64, 512])] {
             for rotated in rotations {
                 let update = CacheUpdateCase { dtype, dims: [d; 2], ..CacheUpdateCase::default() };
                 RopeCase { update, rotated, interleaved, ..RopeCase::default() }.assert_matches_reference();

@@ -26,6 +26,7 @@ pub fn named_paged_batches(dtypes: Dtypes) -> Vec<Named> {
         ("llama3_8b_decode", of((32, 8), 128, &[(1, 1), (1, 65), (1, 128), (1, 33)]), page(16)),
         ("mqa_prefill_page_7", of((4, 1), 40, &[(19, 19), (13, 50)]), page(7)),
         ("head_dim_256", of((2, 2), 256, &[(9, 70), (1, 64)]), page(64)),
+        ("head_dim_512", of((4, 2), 512, &[(9, 70), (1, 64), (1, 700)]), page(64)),
         ("head_dim_24_page_1", of((8, 2), 24, &[(3, 9), (1, 31)]), page(1)),
         ("long_prefill", of((2, 1), 32, &[(150, 150), (70, 201)]), page(16)),
         ("long_decode", of((4, 1), 16, &[(1, 1500)]), page(16)),

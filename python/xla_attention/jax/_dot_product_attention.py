@@ -60,7 +60,7 @@ def dot_product_attention(
     Parameters
     ----------
     query : Array
-        ``[B, T, N, H]`` or ``[T, N, H]``; H a multiple of 8 up to 256; f16, bf16 or f32.
+        ``[B, T, N, H]`` or ``[T, N, H]``; H a multiple of 8 up to 512; f16, bf16 or f32.
     key, value : Array
         ``[B, S, K, H]`` or ``[S, K, H]``, K a divisor of N; the value's H may differ.
     bias : Array, optional
@@ -201,7 +201,7 @@ def dot_product_attention(
         results = by_jax(arguments, implementation)
     else:
         try:
-            results = by_kernels(arguments)
+            results = by_kernels(arguments, with_gradients=fallback == "xla")
         except (NotImplementedError, TracedScaleError) as error:
             if fallback == "error":
                 raise type(error)(f"{error}; {_ALTERNATIVE}") from None

@@ -43,7 +43,7 @@ def kv_cache_update(
         K and V in one buffer, see `kv_layout`; or in two, ``[P, page_size, Hkv, D]`` and
         ``[P, page_size, Hkv, Dv]``. Its dtype is that of `key`, or ``float8_e4m3fn`` or ``float8_e5m2``.
     key, value : Array
-        ``[T, Hkv, D]``, ``[T, Hkv, Dv]``, f16, bf16 or f32; D and Dv multiples of 8 up to 256.
+        ``[T, Hkv, D]``, ``[T, Hkv, Dv]``, f16, bf16 or f32; D and Dv multiples of 8 up to 512.
     slot_mapping : Array
         ... Without ``jax_enable_x64``, JAX truncates a NumPy int64 that is an argument of ``jax.jit``: pass int32
         there.

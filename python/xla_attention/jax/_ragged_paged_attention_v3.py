@@ -89,7 +89,7 @@ def ragged_paged_attention_v3(
     Parameters
     ----------
     queries : Array
-        ``[T, Hq, D]``, f16, bf16, f32 or f8e4m3fn; D is a multiple of 8 up to 256.
+        ``[T, Hq, D]``, f16, bf16, f32 or f8e4m3fn; D is a multiple of 8 up to 512.
     keys, values : Array
         ``[T, Hkv, D]``, the rows of the new tokens, in the dtype of `kv_cache`: for an 8-bit cache they are quantised
         already. Not read without `update_kv_cache`.

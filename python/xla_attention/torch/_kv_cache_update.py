@@ -37,7 +37,7 @@ def kv_cache_update(
         K and V in one buffer, see `kv_layout`; or in two, ``[P, page_size, Hkv, D]`` and
         ``[P, page_size, Hkv, Dv]``. Its dtype is that of `key`, or ``float8_e4m3fn`` or ``float8_e5m2``.
     key, value : Tensor
-        ``[T, Hkv, D]``, ``[T, Hkv, Dv]``, f16, bf16 or f32; D and Dv multiples of 8 up to 256.
+        ``[T, Hkv, D]``, ``[T, Hkv, Dv]``, f16, bf16 or f32; D and Dv multiples of 8 up to 512.
     slot_mapping : Tensor
     k_scale : Tensor or float, optional
     v_scale : Tensor or float, optional

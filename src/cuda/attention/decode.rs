@@ -22,6 +22,9 @@ pub(super) const ROWS_PER_WARP: i64 = 4;
 /// sequence at all, or whose caller says so by `max_seqlen_q`. In the first and the last case there may be long sequences
 /// nevertheless, which decode serves too; but with `batch_invariant` the kernel of a sequence must not depend on the batch.
 pub(super) fn launches<'c>(call: &Call<'c>) -> Result<Option<Launches<'c>>> {
+    if !call.decode.fits(call.problem, &call.device) {
+        return Ok(None);
+    }
     if is_mostly_short(call) && !call.problem.batch_invariant {
         return launches_for(call, max_decode_tiles(call), UNLIMITED, true).map(Some);
     }

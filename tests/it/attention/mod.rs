@@ -7,7 +7,7 @@ pub(crate) mod interface;
 pub(crate) mod metadata;
 pub(crate) mod metamorphic;
 pub(crate) mod nan_isolation;
-mod results;
+pub(crate) mod results;
 
 use crate::support::{
     ATTENTION_DTYPES, AttentionCase, Batch, BatchSpec, Dtypes, GradientCase, GradientOptions, KvLayout, Mask,

@@ -26,7 +26,7 @@ def flash_attn_func(
     Parameters
     ----------
     q : Tensor
-        ``[B, S, Hq, D]``, f16, bf16 or f32, with any strides; D up to 256.
+        ``[B, S, Hq, D]``, f16, bf16 or f32, with any strides; D up to 512.
     k, v : Tensor
         ``[B, Sk, Hkv, D]`` and ``[B, Sk, Hkv, Dv]``, where Hkv divides Hq: query head h reads the KV head
         ``h // (Hq / Hkv)``. flash-attn has only ``Dv = D``.
