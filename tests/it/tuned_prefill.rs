@@ -16,7 +16,8 @@ const HEAD_DIMS: [(usize, usize); 6] = [(64, 64), (96, 96), (128, 128), (192, 19
 fn head_dims_between_tiles() -> impl Iterator<Item = (usize, usize)> {
     let equal = (8..=256).step_by(8).map(|dim| (dim, dim));
     let unequal = [(8, 256), (256, 8), (64, 128), (96, 64), (72, 104), (136, 128), (192, 40), (80, 192), (200, 64)];
-    equal.chain(unequal).filter(|dims| !HEAD_DIMS.contains(dims))
+    let wide = [(264, 264), (320, 320), (384, 384), (512, 512), (504, 504), (512, 264), (264, 512), (512, 64)];
+    equal.chain(unequal).chain(wide).filter(|dims| !HEAD_DIMS.contains(dims))
 }
 
 /// A call with these head dimensions, of a mask, a dtype and heads that depend on `index`.
@@ -47,7 +48,19 @@ const FP8_HEAD_DIMS: [(usize, usize); 3] = [(64, 64), (128, 128), (256, 256)];
 /// whole block, and pages that are no multiple of 8 tokens.
 const LONG: PairwiseOptions = PairwiseOptions {
     dtypes: &[DTYPES[0], DTYPES[1], DTYPES[2], DTYPES[3], DTYPES[4], Dtypes::wide(BF16, BF16), Dtypes::wide(F16, F16)],
-    head_dims: &[(64, 64), (96, 96), (128, 128), (192, 192), (192, 128), (256, 256), (40, 40), (80, 80), (136, 120)],
+    head_dims: &[
+        (64, 64),
+        (96, 96),
+        (128, 128),
+        (192, 192),
+        (192, 128),
+        (256, 256),
+        (40, 40),
+        (80, 80),
+        (136, 120),
+        (512, 512),
+        (320, 320),
+    ],
     heads: &[(1, 1), (4, 2), (8, 1), (6, 2), (12, 1), (32, 1)],
     work: &[
         &[(128, 128), (64, 256)],
@@ -260,7 +273,7 @@ fn calls_without_a_mask_agree_with_the_reference() {
     // With 8 rows of no sequence.
     let around = MemoryLayout { rows_around: (3, 5), spare_pages: 7, ..equal.clone() };
     let mut seed = 0;
-    for (head_dim, value_dim) in [(192, 192), (256, 256), (256, 200), (136, 176), (200, 64)] {
+    for (head_dim, value_dim) in [(192, 192), (256, 256), (256, 200), (136, 176), (200, 64), (512, 512), (320, 448)] {
         for (lengths, heads, layout) in [
             (&[(128, 250); 5][..], (16, 2), &equal),
             (&[(256, 200); 4], (4, 1), &equal),
@@ -294,7 +307,7 @@ fn causal_calls_in_clusters_agree_with_the_reference() {
     // Rows of K and V of no sequence make the keys four times as many as the rows.
     let spacious = MemoryLayout { spare_pages: 4096, ..bare.clone() };
     let mut seed = 0;
-    for (head_dim, value_dim) in [(192, 192), (256, 256), (200, 136)] {
+    for (head_dim, value_dim) in [(192, 192), (256, 256), (200, 136), (512, 512)] {
         for (lengths, heads, layout) in [
             (&[(128, 700); 3][..], (8, 2), &bare),
             // 128 on average.

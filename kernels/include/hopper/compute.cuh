@@ -53,7 +53,7 @@ __device__ __forceinline__ void compute_tiles(const HopperPrefillParams& prefill
   using KeyBlock = typename Shape::KeyBlock;
   using ValueBlock = typename Shape::ValueBlock;
   const AttentionParams& params = prefill.attention;
-  const int32_t warp = uniform(threadIdx.x / 32), warpgroup = warp / 4, warp_row = 16 * warp;
+  const int32_t warp = uniform(threadIdx.x / 32), warpgroup = warp / 4, warp_row = first_row_of_warp<Shape>(warp);
   const bool is_lane_0 = threadIdx.x % 32 == 0;
   const auto sync_warpgroup = [&] {
     if constexpr (Shape::kHasWarpgroupBlocks) {
@@ -77,28 +77,47 @@ __device__ __forceinline__ void compute_tiles(const HopperPrefillParams& prefill
   // The factor from transformed scores to logits in base 2.
   const float unit = kScaleInExponent ? ptx::opaque(transform.log2_unit()) : 1.0f;
   // Descriptors of the first stages. Addresses in descriptors are in units of 16 bytes.
-  const uint64_t query = matrix_descriptor<Atom>(pipeline.query() + warpgroup * 8 * Atom::kBytes, 0, Atom::kBytes);
+  constexpr bool kDividesColumns = Shape::kColumnWarpgroups > 1;
+  const uint64_t query =
+      matrix_descriptor<Atom>(pipeline.query() + (kDividesColumns ? 0 : warpgroup * 8 * Atom::kBytes), 0, Atom::kBytes);
   const uint64_t keys = matrix_descriptor<Atom>(pipeline.keys(0), 0, KeyBlock::kStrideByteOffset);
   const uint64_t values =
-      matrix_descriptor<Atom>(pipeline.values(0), ValueBlock::kLeadingByteOffset, ValueBlock::kStrideByteOffset);
+      matrix_descriptor<Atom>(pipeline.values(0), ValueBlock::kLeadingByteOffset, ValueBlock::kStrideByteOffset) +
+      (kDividesColumns ? warpgroup * (Shape::kOutputColumns / Atom::kColumns * ValueBlock::kLeadingByteOffset >> 4)
+                       : 0);
 
   float scores[kKeys / 8][4];
   uint32_t weights[kKeys / 16][4];
-  OnlineSoftmax<Shape::kValueDim / 8> state;
+  OnlineSoftmax<Shape::kOutputColumns / 8> state;
 
   // S = Q K^T of a stage of K, as one wgmma group.
   const auto issue_qk = [&](const KvState& at) {
     constexpr int kSteps = Atom::kColumns / 16;  // per atom column
     const uint64_t block = keys + at.stage * (KeyBlock::kBytes >> 4);
     ptx::wgmma_fence();
+    // The descriptors of more columns do not fit the uniform registers: each atom column is then a basic block.
+    constexpr int kUnrolledSteps = kDividesColumns ? kSteps : Shape::kHeadDim / 16;
 #pragma unroll
-    for (int step = 0; step < Shape::kHeadDim / 16; ++step) {
+    for (int step = 0; step < kUnrolledSteps; ++step) {
       const uint64_t a = query + (step / kSteps * (Shape::kQueryAtomColumnBytes >> 4) + step % kSteps * 2);
       const uint64_t b = block + (step / kSteps * (KeyBlock::kLeadingByteOffset >> 4) + step % kSteps * 2);
       if (step == 0) {
         Wgmma<T, kKeys>::template ss<false>(scores, a, b);
       } else {
         Wgmma<T, kKeys>::template ss<true>(scores, a, b);
+      }
+    }
+    if constexpr (kDividesColumns) {
+      uint64_t a = query, b = block;
+#pragma unroll 1
+      for (int column = 1; column < Shape::kQueryAtomColumns; ++column) {
+        a += Shape::kQueryAtomColumnBytes >> 4;
+        b += KeyBlock::kLeadingByteOffset >> 4;
+        // Each basic block needs one.
+        ptx::wgmma_fence();
+#pragma unroll
+        for (int step = 0; step < kSteps; ++step)
+          Wgmma<T, kKeys>::template ss<true>(scores, a + 2 * step, b + 2 * step);
       }
     }
     ptx::wgmma_commit_group();
@@ -109,8 +128,8 @@ __device__ __forceinline__ void compute_tiles(const HopperPrefillParams& prefill
     ptx::wgmma_fence();
 #pragma unroll
     for (int step = 0; step < kKeys / 16; ++step) {
-      Wgmma<T, Shape::kValueDim>::rs(state.output, weights[step],
-                                     block + step * (2 * ValueBlock::kStrideByteOffset >> 4));
+      Wgmma<T, Shape::kOutputColumns>::rs(state.output, weights[step],
+                                          block + step * (2 * ValueBlock::kStrideByteOffset >> 4));
     }
     ptx::wgmma_commit_group();
   };

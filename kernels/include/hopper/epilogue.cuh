@@ -37,7 +37,7 @@ __device__ __forceinline__ uint4 transpose_in_quad(uint32_t (&pairs)[4]) {
 /// overlap with the last P V; `store` then stores O.
 template <typename Shape, typename T>
 class Epilogue {
-  using State = OnlineSoftmax<Shape::kValueDim / 8>;
+  using State = OnlineSoftmax<Shape::kOutputColumns / 8>;
   using Atom = typename Shape::Atom;
 
  public:
@@ -73,7 +73,7 @@ class Epilogue {
       factor_[half] = has_keys ? factor_[half] * weight * xa::ptx::reciprocal_approx(total) : 0.0f;
       lse[half] = has_keys ? (base + xa::ptx::log2_approx(total)) * kLn2 : sink[half];
     }
-    if (params.lse == nullptr || threadIdx.x % 4 != 0) return;
+    if (params.lse == nullptr || threadIdx.x % 4 != 0 || first_output_column<Shape>() != 0) return;
     const auto to = writer();
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
@@ -92,7 +92,7 @@ class Epilogue {
     } else if (by_tma_) {
       if constexpr (Shape::kOutputPasses > 1) {
         store_atom_columns_by_tma(state, staging);
-      } else {
+      } else if constexpr (Shape::kColumnWarpgroups == 1) {
         store_by_tma(state, staging);
       }
     } else {
@@ -137,13 +137,15 @@ class Epilogue {
   /// Stores row by row, 16 bytes per lane.
   __device__ __forceinline__ void store_by_row(const State& state) const {
     const auto to = writer();
-    const int32_t chunks_left = prefill_.attention.value_dim / 8 - static_cast<int32_t>(threadIdx.x % 4);
+    const int32_t first_column = first_output_column<Shape>();
+    const int32_t chunks_left =
+        prefill_.attention.value_dim / 8 - first_column / 8 - static_cast<int32_t>(threadIdx.x % 4);
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
       const bool is_live = to.writes(row(half)) && !is_padding(half);
-      T* const chunks = to.out(is_live ? row(half) : 0) + threadIdx.x % 4 * 8;
+      T* const chunks = to.out(is_live ? row(half) : 0) + first_column + threadIdx.x % 4 * 8;
 #pragma unroll
-      for (int column = 0; column < Shape::kValueDim / 8; column += 4) {
+      for (int column = 0; column < Shape::kOutputColumns / 8; column += 4) {
         uint32_t pairs[4];
 #pragma unroll
         for (int i = 0; i < 4; ++i) {
@@ -159,14 +161,15 @@ class Epilogue {
   /// Stores the rows as f32. Each quad of lanes stores 32 bytes.
   __device__ __forceinline__ void store_f32(const State& state) const {
     const auto to = writer();
+    const int32_t first_column = first_output_column<Shape>();
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
       if (!to.writes(row(half)) || is_padding(half)) continue;
 #pragma unroll
-      for (int column = 0; column < Shape::kValueDim / 8; ++column) {
-        if (8 * column >= prefill_.attention.value_dim) break;
+      for (int column = 0; column < Shape::kOutputColumns / 8; ++column) {
+        if (first_column + 8 * column >= prefill_.attention.value_dim) break;
         const float* const x = &state.output[column][2 * half];
-        to.store_out(row(half), 8 * column + threadIdx.x % 4 * 2,
+        to.store_out(row(half), first_column + 8 * column + threadIdx.x % 4 * 2,
                      make_float2(x[0] * factor_[half], x[1] * factor_[half]));
       }
     }

@@ -1,6 +1,8 @@
 // Tile shape and shared memory of the prefill kernel of sm_90a, by head dimension and logits transform.
 //
-// A work tile has 64 packed query rows per compute warpgroup and iterates over blocks of kKeys keys. Shared memory,
+// A work tile has 64 packed query rows per compute warpgroup and iterates over blocks of kKeys keys. Past D 256 the
+// accumulators of a row do not fit one warpgroup: two have the same 64 rows, and each has half of the columns of V and
+// O. Both compute all scores, which keeps them independent of each other. Shared memory,
 // with Q, K, V and O in swizzle atoms (swizzle_atom.cuh):
 //
 //   Q | K [kStages] | V [kStages] | O staging | row entries of the cp.async loaders | PrefillTile [2] |
@@ -59,6 +61,8 @@ template <int kBytes, typename Logits>
 constexpr int kCtasPerCluster<tiles::HopperPrefill<kBytes, tiles::head_dim_192_cluster, Logits>> = 2;
 template <int kBytes, typename Logits>
 constexpr int kCtasPerCluster<tiles::HopperPrefill<kBytes, tiles::head_dim_256_cluster, Logits>> = 2;
+template <int kBytes, typename Logits>
+constexpr int kCtasPerCluster<tiles::HopperPrefill<kBytes, tiles::head_dim_512_cluster, Logits>> = 2;
 
 /// `Config` is a row of tiles::HopperPrefill (kernels/variants.toml).
 template <typename Config, Storage kStorage_>
@@ -75,7 +79,9 @@ struct PrefillShape : Config {
   static constexpr bool kHasWarpgroupBlocks = !Config::kSplitsKeys && Config::kWarpgroups > 1 && Config::kStages > 2;
   using Tile = std::conditional_t<Config::kSplitsKeys, SplitKvTile,
                                   std::conditional_t<kHasWarpgroupBlocks, WarpgroupTile, PrefillTile>>;
-  static constexpr int kRows = 64 * Config::kWarpgroups;
+  /// Warpgroups with the same rows, and the columns of O of each.
+  static constexpr int kColumnWarpgroups = kValueDim > 256 ? 2 : 1, kOutputColumns = kValueDim / kColumnWarpgroups;
+  static constexpr int kRows = 64 * Config::kWarpgroups / kColumnWarpgroups;
   static constexpr int kComputeThreads = 128 * Config::kWarpgroups;
   static constexpr int kComputeWarps = kComputeThreads / 32;
   static constexpr int kThreads = kComputeThreads + 128;
@@ -125,8 +131,8 @@ struct PrefillShape : Config {
   static constexpr int kOutputBytes = kComputeWarps * kOutputWarpBytes;
   static constexpr bool kHasOutputStaging = !Config::kSplitsKeys && kOutputOffset + kOutputBytes < 226 * 1024;
   /// Elsewhere each warpgroup stages its rows in a stage of V, which is loaded again once they have left.
-  static constexpr bool kStagesOutputInValues =
-      !Config::kSplitsKeys && !kTransformsLogits<Config> && !kHasOutputStaging && kClusterSize == 1;
+  static constexpr bool kStagesOutputInValues = !Config::kSplitsKeys && !kTransformsLogits<Config> &&
+                                                !kHasOutputStaging && kClusterSize == 1 && kColumnWarpgroups == 1;
   static_assert(!kStagesOutputInValues || Config::kWarpgroups == Config::kStages);
   /// Tiles of one atom column have the same block for both, and tiny tiles and clusters are for contiguous keys alone.
   static constexpr bool kTakesClippedPages =
@@ -149,7 +155,21 @@ struct PrefillShape : Config {
                     65536 / Config::kCtasPerSm / kThreads / 8 * 8 * kThreads,
                 "setmaxnreg redistributes the registers that the CTA was launched with");
   static_assert(Config::kKeys % 16 == 0 && kHeadDim % 32 == 0 && kValueDim % 32 == 0);
+  static_assert(kColumnWarpgroups == 1 || Config::kWarpgroups == kColumnWarpgroups);
 };
+
+/// The first row of a compute warp in its tile.
+template <typename Shape>
+__device__ __forceinline__ int32_t first_row_of_warp(int32_t warp) {
+  return 16 * (Shape::kColumnWarpgroups > 1 ? warp % (Shape::kRows / 16) : warp);
+}
+
+/// The first column of O of this thread's warpgroup.
+template <typename Shape>
+__device__ __forceinline__ int32_t first_output_column() {
+  if constexpr (Shape::kColumnWarpgroups == 1) return 0;
+  return xa::ptx::opaque(threadIdx.x) / (2 * Shape::kRows) * Shape::kOutputColumns;
+}
 
 /// The query of row `row` of a tile, numbered from the tile's first query on.
 __device__ __forceinline__ int32_t query_of_row(const HopperPrefillParams& params, uint32_t row) {

@@ -23,7 +23,7 @@ __device__ __forceinline__ void for_each_tile(const HopperPrefillParams& prefill
                                               int32_t warp, State& state, const int32_t& block_count,
                                               const Attend& attend) {
   const AttentionParams& params = prefill.attention;
-  const int32_t warp_row = 16 * warp;
+  const int32_t warp_row = first_row_of_warp<Shape>(warp);
   const bool is_lane_0 = threadIdx.x % 32 == 0;
   int32_t rows = 1;
   // `count` counts the scheduler's tiles, `tile_count` those that have keys, for which Q is loaded.

@@ -209,6 +209,10 @@ fn calls_without_a_mask_run_in_clusters() {
         }
     }
     assert_eq!(name(&of(128, 4096, 1)), "hopper_prefill_bf16_128_contiguous_none");
+    // Tiles of 64 rows.
+    for (rows, kernel) in [(1024, "512_cluster"), (1088, "512_cluster"), (1056, "512"), (320, "512")] {
+        assert_eq!(name(&of(512, rows, 1)), format!("hopper_prefill_bf16_{kernel}_contiguous_none"), "{rows} rows");
+    }
     let wide = of(256, 4096, 1);
     let plan = LaunchPlan::on(&wide, None, device(true)).expect("the sizes are allowed");
     let launch = &plan.0.list[0];
@@ -288,8 +292,8 @@ fn every_head_dimension_takes_the_smallest_tile() {
         assert_eq!(pages, format!("hopper_prefill_bf16_{tile}_{storage}_none"));
         tile
     };
-    for dim in (8..=256).step_by(8) {
-        let buckets = [64, 96, 128, 192, 256];
+    for dim in (8..=512).step_by(8) {
+        let buckets = [64, 96, 128, 192, 256, 512];
         let expected = buckets.into_iter().find(|bucket| *bucket >= dim).map(|bucket| bucket.to_string());
         assert_eq!(Some(tile(dim, dim)), expected.as_deref(), "D {dim}");
     }
@@ -303,6 +307,8 @@ fn every_head_dimension_takes_the_smallest_tile() {
         (128, 136, "192"),
         (192, 200, "256"),
         (256, 8, "256"),
+        (264, 8, "512"),
+        (8, 512, "512"),
     ] {
         assert_eq!(tile(head_dim, value_dim), expected, "D {head_dim}, Dv {value_dim}");
     }

@@ -25,9 +25,10 @@ const CAUSAL_CLUSTER_KEYS: i64 = 2048;
 const CAUSAL_CLUSTER_PAIRS: i64 = 192;
 
 impl HopperPrefillTile {
-    /// Packed query rows per work tile.
+    /// Packed query rows per work tile: 64 per warpgroup, or past 256 columns per two, which then have half of the columns each
+    /// (`kColumnWarpgroups` in `shape.cuh`).
     pub(in crate::cuda::attention) fn rows(&self) -> i64 {
-        64 * i64::from(self.warpgroups)
+        64 * i64::from(if self.value_dim > 256 { self.warpgroups / 2 } else { self.warpgroups })
     }
 
     pub(in crate::cuda::attention) fn threads(&self) -> u32 {
