@@ -45,6 +45,18 @@ unsafe impl Send for FlashAttnVarlenBwd<'_> {}
 // SAFETY: as for `Send`.
 unsafe impl Sync for FlashAttnVarlenBwd<'_> {}
 
+/// Refuses head dimensions that attention has and its gradients have not.
+fn check_head_dims(head_dims: &[(&str, i64)]) -> Result {
+    for (name, dim) in head_dims {
+        if *dim > MAX_GRADIENT_HEAD_DIM {
+            return Err(Error::unimplemented(format!(
+                "{name} has head dimension {dim}; there are gradients of head dimensions up to {MAX_GRADIENT_HEAD_DIM}"
+            )));
+        }
+    }
+    Ok(())
+}
+
 /// Validates a call and returns its problem.
 ///
 /// | operand | shape |
@@ -74,13 +86,7 @@ pub(crate) fn problem<'a>(args: &CallArguments<'a>) -> Result<FlashAttnVarlenBwd
     }
     let stored = packed_keys(&k, &v, (q_heads, head_dim))?;
     let [keys, kv_heads, value_dim] = [v.dims[0], stored.kv_heads, stored.value_dim];
-    for (name, dim) in [("q", head_dim), ("v", value_dim)] {
-        if dim > MAX_GRADIENT_HEAD_DIM {
-            return Err(Error::unimplemented(format!(
-                "{name} has head dimension {dim}; there are gradients of head dimensions up to {MAX_GRADIENT_HEAD_DIM}"
-            )));
-        }
-    }
+    check_head_dims(&[("q", head_dim), ("v", value_dim)])?;
 
     let cu_seqlens_q = args.operand(Operand::CuSeqlensQ);
     let starts_q = validate::indices("cu_seqlens_q", &cu_seqlens_q, &[Dim::Any("B+1")])?;
