@@ -5,8 +5,8 @@ use crate::attention::Operator;
 use crate::attention::metadata::corrupt;
 use crate::attention::results::attend;
 use crate::support::{
-    AttentionCase, BF16, Batch, BatchSpec, Dtypes, F32, InvalidMetadata, KvLayout, Mask, MemoryLayout, PairwiseOptions,
-    ReferenceCase, assert_named_matches_reference, skips_slow_test,
+    AttentionCase, BF16, Batch, BatchSpec, Dtypes, F32, InvalidMetadata, KeyBounds, KvLayout, Mask, MemoryLayout,
+    PairwiseOptions, ReferenceCase, assert_named_matches_reference, skips_slow_test,
 };
 use xla_attention::Op;
 
@@ -17,6 +17,8 @@ const HEAD_DIMS: [(usize, usize); 8] =
 const CALLS: PairwiseOptions = PairwiseOptions {
     head_dims: &HEAD_DIMS,
     heads: &[(1, 1), (4, 2), (5, 1), (16, 1)],
+    // Kernels for bounds of keys go up to 256.
+    key_bounds: &[KeyBounds::None],
     seed: 43,
     ..PairwiseOptions::ATTENTION
 };
