@@ -45,15 +45,15 @@ impl SassCounts {
         counts
     }
 
-    /// `kernel` is the name of a variant. f32 is loaded by cp.async.
+    /// `kernel` is the name of a variant. f32 and latent rows are loaded by cp.async.
     fn problems(&self, kernel: &str) -> Vec<String> {
         let Self { wgmmas, tma_loads, cp_asyncs, local, r2urs, waits } = *self;
-        let is_f32 = kernel.starts_with("hopper_prefill_f32");
+        let copies = ["hopper_prefill_f32", "hopper_mla"].iter().any(|name| kernel.starts_with(name));
         let starts_early = ["hopper_bwd", "hopper_prefill"].iter().any(|name| kernel.starts_with(name));
         let checks = [
             (wgmmas == 0, "no wgmma".into()),
-            (!is_f32 && tma_loads == 0, "no TMA load".into()),
-            (is_f32 && cp_asyncs == 0, "no cp.async".into()),
+            (!copies && tma_loads == 0, "no TMA load".into()),
+            (copies && cp_asyncs == 0, "no cp.async".into()),
             (local > 0, format!("{local} accesses to local memory")),
             (starts_early && waits == 0, "no wait for the kernel before it".into()),
             // A descriptor is two registers; a quarter of those registers may come from non-uniform ones.
