@@ -52,7 +52,8 @@ __device__ __forceinline__ void attend_tile(const AttentionParams& params, const
   attend_with_ranges<Shape, T, Stored>(state, params, work, RowRanges<Shape::kRows>(rows), shared + Shape::kRingsOffset,
                                        warp_row, query_rows, transform);
   const RowWriter<T, Shape::kIsFp8> writer(params, work.tile, work.kv_head);
-  write_warp_rows<Shape, T>(params, writer, state, warp_row, shared + warp_row * Shape::kQueryPitch,
+  static_assert(Shape::kColumnWarps == 1, "a warp has whole rows");
+  write_warp_rows<Shape, T>(params, writer, state, warp_row, 0, shared + warp_row * Shape::kQueryPitch,
                             transform.log2_unit());
 }
 
