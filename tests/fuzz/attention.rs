@@ -142,7 +142,7 @@ fn any_mask(generator: &mut Generator) -> Mask {
     }
 }
 
-/// A call with random metadata. Options that `paged_attention` lacks are off for it.
+/// A call with random metadata. Options that `target` lacks are off.
 fn case(generator: &mut Generator, target: Op, sizes: &ProblemSizes, stored: StoredKeys) -> AttentionCase {
     let paged = target != Op::FlashAttnVarlen;
     let (slots, capacity) = (sizes.slots, stored.capacity());
@@ -161,7 +161,7 @@ fn case(generator: &mut Generator, target: Op, sizes: &ProblemSizes, stored: Sto
         .then(|| (0..slots).map(|_| generator.one_of(&[0, 1, -1, 5, -9, 40, far[0], far[1], far[2]])).collect());
     let bounds = |generator: &mut Generator| {
         let bounds = generator.lengths(sizes.rows, capacity);
-        generator.chance(30).then_some(bounds)
+        generator.chance(if target == Op::MlaPagedAttention { 0 } else { 30 }).then_some(bounds)
     };
     let (k_start, k_end) = (bounds(generator), bounds(generator));
     let is_read = stored.kv_geometry.layout == KvLayout::Contiguous || seqused_k.is_none();

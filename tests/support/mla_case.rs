@@ -63,6 +63,7 @@ pub fn latent_call(random: &mut Random) -> (BatchSpec, MemoryLayout) {
         value_dim,
         mask: if random.chance(30) { Mask::CAUSAL } else { mask },
         alibi: super::Alibi::Off,
+        key_bounds: super::KeyBounds::None,
         scales: [ScaleKind::None, scale, ScaleKind::None],
         ..spec
     };
