@@ -4,7 +4,7 @@ use super::{
     Array, AttentionCase, AttentionConfig, Attr, Batch, BatchSpec, Comparison, Dtype, Dtypes, FP8_DTYPES,
     InvalidMetadata, Invocation, KvLayout, Mask, MemoryLayout, Numbers, Random, ReferenceCase, ScaleKind,
     assert_matches_expected, expected_rows, for_both_sides, kv_cache_update, paged_call, poisoned, put, runs_on_cpu,
-    slot_mapping, slots_of_rows,
+    slot_mapping, slots_of_rows, with_updated_cache,
 };
 use xla_attention::Op;
 
@@ -153,13 +153,8 @@ impl MlaUpdateCase {
             _ => self.attention.operand(name),
         };
         let attribute = |name: &str| -> Attr { self.attention.attribute(name) };
-        let mut call = Invocation::of(Op::MlaPagedAttentionUpdate, operand, attribute);
-        call.description = format!("{}, slots {:?}, in place: {in_place}", self.attention.name, self.slots);
-        let mut results = self.attention.invocation().results.into_iter();
-        call.results.extend(results.by_ref().take(1));
-        call = call.updated("kv_cache", 1, in_place);
-        call.results.extend(results);
-        call
+        let call = Invocation::of(Op::MlaPagedAttentionUpdate, operand, attribute);
+        with_updated_cache(call, &self.attention, &self.slots, in_place)
     }
 }
 

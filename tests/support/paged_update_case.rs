@@ -77,13 +77,8 @@ impl PagedUpdateCase {
     /// The call. The cache result shares its operand's memory if `in_place`.
     pub fn invocation(&self, in_place: bool) -> Invocation {
         let operand = |name: &str| self.operand(name);
-        let mut call = Invocation::of(Op::PagedAttentionUpdate, operand, |name| self.attention.attribute(name));
-        call.description = format!("{}, slots {:?}, in place: {in_place}", self.attention.name, self.slots);
-        let mut results = self.attention.invocation().results.into_iter();
-        call.results.extend(results.by_ref().take(1));
-        call = call.updated("kv_cache", 1, in_place);
-        call.results.extend(results);
-        call
+        let call = Invocation::of(Op::PagedAttentionUpdate, operand, |name| self.attention.attribute(name));
+        with_updated_cache(call, &self.attention, &self.slots, in_place)
     }
 
     fn operand(&self, name: &str) -> Option<Array> {
@@ -101,6 +96,22 @@ impl PagedUpdateCase {
         let update = Invocation::of(Op::KvCacheUpdate, |name| self.operand(name), |_| Attr::I64(1));
         [update.updated("kv_cache", 0, false), self.attention.invocation()]
     }
+}
+
+/// Describes `call`, an update of the cache and `attention` over it, and gives it the results: those of `attention`, and the
+/// cache after the first one, which shares its operand's memory if `in_place`.
+pub fn with_updated_cache(
+    mut call: Invocation,
+    attention: &AttentionCase,
+    slots: &[i64],
+    in_place: bool,
+) -> Invocation {
+    call.description = format!("{}, slots {slots:?}, in place: {in_place}", attention.name);
+    let mut results = attention.invocation().results.into_iter();
+    call.results.extend(results.by_ref().take(1));
+    call = call.updated("kv_cache", 1, in_place);
+    call.results.extend(results);
+    call
 }
 
 /// Whether the bits are the same, but for those of a NaN, which a scale may change: rows to which no query attends hold some.

@@ -24,7 +24,7 @@ from ._context_parallel_support import (
     without_vacuous_windows,
 )
 from ._flash_attn_varlen import attend, attend_with_residuals, static_window, without_symbolic_zeros
-from ._indices import index_operand
+from ._indices import index_operand, optional_index_operand
 from ._varlen import forward
 from ._varlen_types import Cotangents, Operands, Options
 from ._zigzag_order import validate_zigzag
@@ -160,7 +160,7 @@ def context_parallel_attention(
         dense=False,
     )
     starts = index_operand("cu_seqlens", cu_seqlens)
-    used = None if seqused is None else index_operand("seqused", seqused)
+    used = optional_index_operand("seqused", seqused)
     slopes, sinks = (None if x is None else jnp.asarray(x, jnp.float32) for x in (alibi_slopes, sinks))
     operands = Operands(q, k, v, starts, starts, used, None, used, alibi_slopes=slopes, sinks=sinks)
     # A call of the device's rows has the shapes and options of the whole stream, which the library validates here.

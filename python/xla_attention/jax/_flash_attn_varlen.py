@@ -20,7 +20,7 @@ from .._options import (
 )
 from ._attention import output_dtype
 from ._call import Array, pvary_all, scale_operand, static_bool, static_f32, static_i64
-from ._indices import index_operand
+from ._indices import index_operand, optional_index_operand
 from ._no_gradient import without_gradient
 from ._sharding import reshard_like
 from ._varlen import backward, forward
@@ -181,13 +181,15 @@ def flash_attn_varlen(
         jnp.zeros((0,), k.dtype) if v is None else jnp.asarray(v),
         index_operand("cu_seqlens_q", cu_seqlens_q),
         _cu_seqlens_k(cu_seqlens_k, cu_seqlens_q, block_table, seqused_k),
-        _optional_index("seqused_k", seqused_k),
-        _optional_index("block_table", block_table),
-        _optional_index("seqused_q", seqused_q),
-        _optional_index("leftpad_k", leftpad_k),
+        optional_index_operand("seqused_k", seqused_k),
+        optional_index_operand("block_table", block_table),
+        optional_index_operand("seqused_q", seqused_q),
+        optional_index_operand("leftpad_k", leftpad_k),
         *(None if x is None else jnp.asarray(x, jnp.float32) for x in (alibi_slopes, sinks)),
         *(scale_operand(x) for x in (q_scale, k_scale, v_scale)),
-        *(_optional_index(name, x) for name, x in (("q_offset", q_offset), ("k_start", k_start), ("k_end", k_end))),
+        optional_index_operand("q_offset", q_offset),
+        optional_index_operand("k_start", k_start),
+        optional_index_operand("k_end", k_end),
     )
     return attend(options, operands, bool(static_bool("return_lse", return_lse)))
 
@@ -214,10 +216,6 @@ def _cu_seqlens_k(
         return index_operand("cu_seqlens_q", cu_seqlens_q)
     require_key_lengths(block_table, seqused_k)
     return jnp.zeros((0,), jnp.int32)
-
-
-def _optional_index(name: str, value: Any) -> Array | None:  # noqa: ANN401
-    return None if value is None else index_operand(name, value)
 
 
 def attend(options: Options, operands: Operands, return_lse: bool) -> Array | tuple[Array, Array]:

@@ -19,6 +19,11 @@ def index_operand(name: str, value: Any) -> Array:  # noqa: ANN401
     return _operand(name, value, keep=np.int32, above=np.iinfo(np.int32).max)
 
 
+def optional_index_operand(name: str, value: Any) -> Array | None:  # noqa: ANN401
+    """`index_operand` of an operand that may be None."""
+    return None if value is None else index_operand(name, value)
+
+
 def slot_operand(name: str, value: Any) -> Array:  # noqa: ANN401
     """Slots of a cache, as i32, or as i64 under ``jax_enable_x64``; one that is too large becomes -1.
 

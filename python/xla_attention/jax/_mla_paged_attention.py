@@ -15,7 +15,7 @@ from ._batching import batch_at_front, concat_rows, split_rows, with_batching
 from ._batching_pages import concat_caches, concat_sequences, split_lse_of_sequences
 from ._call import Array, scale_operand, static_attributes, static_bool, static_i64
 from ._flash_attn_varlen import static_window
-from ._indices import index_operand
+from ._indices import index_operand, optional_index_operand
 from ._no_gradient import without_gradient
 from ._sharding import ShardingRule, drop_absent, partitioned
 
@@ -198,7 +198,7 @@ def optional_operands(
     num_seqs: Array | int | None, sinks: Array | None, kv_scale: Array | float | None
 ) -> tuple[Array | None, ...]:
     """The optional operands of a call."""
-    count = None if num_seqs is None else index_operand("num_seqs", num_seqs)
+    count = optional_index_operand("num_seqs", num_seqs)
     return count, None if sinks is None else jnp.asarray(sinks, jnp.float32), scale_operand(kv_scale)
 
 

@@ -20,7 +20,7 @@ from ._batching_pages import (
     split_lse_of_sequences,
 )
 from ._call import Array, scale_operand, static_attributes, static_bool
-from ._indices import index_operand
+from ._indices import index_operand, optional_index_operand
 from ._no_gradient import without_gradient
 from ._sharding import ShardingRule, drop_absent, partitioned
 from ._sharding_dims import score_dims, sequence_dims
@@ -163,8 +163,7 @@ def score_operands(
 
 def range_operands(k_start: Array | None, k_end: Array | None) -> tuple[Array | None, ...]:
     """The bounds of the keys of each row, as i32."""
-    bounds = (("k_start", k_start), ("k_end", k_end))
-    return tuple(None if x is None else index_operand(name, x) for name, x in bounds)
+    return optional_index_operand("k_start", k_start), optional_index_operand("k_end", k_end)
 
 
 class Static(NamedTuple):

@@ -10,7 +10,7 @@ import numpy as np
 from .._options import validate_sliding_window
 from ._call import Array, static_bool, static_i64
 from ._flash_attn_varlen import flash_attn_varlen
-from ._indices import index_operand
+from ._indices import index_operand, optional_index_operand
 from ._kv_cache_update import kv_cache_update
 from ._packed_kv_cache import (
     PackedForm,
@@ -206,7 +206,7 @@ def ragged_paged_attention_v3(
         "page_indices": index_operand("page_indices", page_indices),
         "cu_q_lens": index_operand("cu_q_lens", cu_q_lens),
         "distribution": index_operand("distribution", distribution),
-        "cu_kv_lens": None if cu_kv_lens is None else index_operand("cu_kv_lens", cu_kv_lens),
+        "cu_kv_lens": optional_index_operand("cu_kv_lens", cu_kv_lens),
     }
     validate_metadata(**metadata)
     if sliding_window is not None:

@@ -6,7 +6,6 @@ use crate::cuda::device::Device;
 use crate::cuda::enqueue::LaunchConfig;
 use crate::cuda::params::attention::AttentionParams;
 use crate::cuda::params::key_ranges::{KeyRangeParams, KeyRangeSource};
-use crate::cuda::tiles::ATTENTION;
 use crate::cuda::variants;
 use crate::error::{Error, Result};
 use crate::problem::attention::{Attention, KeyRanges};
@@ -44,14 +43,12 @@ fn kernel_for(problem: &Attention, device: &Device) -> Result<(&'static str, usi
         (true, true) => ("attention_key_ranges_fp8", "fp8"),
         (true, false) => ("attention_key_ranges_fp8_sm80", "fp8_shifted"),
     };
-    let (bytes, head_dim) = (problem.kv_dtype.size(), problem.head_dim.max(problem.value_dim));
-    let serves =
-        |t: &&AttentionTile| t.shape == "prefill" && t.bytes as usize == bytes && t.head_dim as usize >= head_dim;
-    let built = ATTENTION.iter().filter(serves).filter_map(|tile| {
+    let built = AttentionTile::serving(problem, "prefill").filter_map(|tile| {
         let variant = variants::find(kernel, &[dtype, tile.head_dim_value]).ok()?;
         Some((kernel, variant, tile))
     });
     built.min_by_key(|(_, _, tile)| tile.head_dim).ok_or_else(|| {
+        let head_dim = problem.head_dim.max(problem.value_dim);
         Error::unimplemented(format!("no kernel {kernel} is built for K of {dtype} and head dimension {head_dim}"))
     })
 }

@@ -13,12 +13,17 @@ pub(super) const KERNEL: &str = "attention";
 impl AttentionTile {
     /// The tile of `shape` with the smallest head dimension that is at least D and Dv.
     pub(super) fn of(problem: &Attention, shape: &str) -> Result<&'static Self> {
-        let (dtype, head_dim) = (problem.kv_dtype, problem.head_dim.max(problem.value_dim));
-        let serves =
-            |t: &&Self| t.shape == shape && t.bytes as usize == dtype.size() && t.head_dim as usize >= head_dim;
-        ATTENTION.iter().filter(serves).min_by_key(|t| t.head_dim).ok_or_else(|| {
+        Self::serving(problem, shape).min_by_key(|t| t.head_dim).ok_or_else(|| {
+            let (dtype, head_dim) = (problem.kv_dtype, problem.head_dim.max(problem.value_dim));
             Error::unimplemented(format!("no {shape} kernel is built for K of {dtype} and head dimension {head_dim}"))
         })
+    }
+
+    /// The tiles of `shape` for the type of K and V whose head dimension is at least D and Dv.
+    pub(super) fn serving(problem: &Attention, shape: &str) -> impl Iterator<Item = &'static Self> {
+        let (bytes, head_dim) = (problem.kv_dtype.size(), problem.head_dim.max(problem.value_dim));
+        let serves = move |t: &&Self| t.shape == shape && t.bytes as usize == bytes && t.head_dim as usize >= head_dim;
+        ATTENTION.iter().filter(serves)
     }
 
     /// The tile of decode: `decode_8warps` where it is built, fits the device, and there are no more sequences times KV
