@@ -145,7 +145,7 @@ def test_options_that_change_no_result_are_in_the_program(name, options, attribu
 
 def operators_of(call, operands):
     """The torch.library operators that a function calls, and their arguments by name."""
-    operands.pop("return_lse", None)
+    returns_lse = operands.pop("return_lse", False) and call.function != "flash_attn_varlen"
     cache = operands.get("kv_cache")
     split = dict(zip(("k_cache", "v_cache"), cache, strict=True)) if isinstance(cache, tuple) else {}
     if call.function == "gather_kv_cache":
@@ -161,7 +161,7 @@ def operators_of(call, operands):
     names = [f"{call.function}_split" if split and call.updates else call.function]
     if call.function == "flash_attn_varlen":
         names = ["flash_attn_varlen_op"]
-    if "num_seqs" in operands:
+    if returns_lse:
         names += [f"{name}_with_lse" for name in names]
     if call.updates:
         names += [f"{name}_" for name in names]
