@@ -76,19 +76,10 @@ def require_key_lengths(block_table: object, seqused_k: object) -> None:
         raise ValueError("xla_gpu_flash_attn_varlen: a block_table needs seqused_k or cu_seqlens_k, which tell lengths")
 
 
-# The largest head dimension that there are gradients of.
-MAX_GRADIENT_HEAD_DIM = 256
-
-
-def unsupported_gradient(*, in_pages: bool, is_scaled: bool, head_dim: int) -> str | None:
-    """Why a call of flash_attn_varlen has no gradient, to follow "there is no gradient"; None if it has one.
-
-    `head_dim` is the larger one of K and V.
-    """
+def unsupported_gradient(*, in_pages: bool, is_scaled: bool) -> str | None:
+    """Why a call of flash_attn_varlen has no gradient, to follow "there is no gradient"; None if it has one."""
     if in_pages:
         return "through keys in pages; pass packed keys [Tk, Hkv, D]"
     if is_scaled:
         return "of a call with q_scale, k_scale or v_scale; multiply q, k or v, or softmax_scale"
-    if head_dim > MAX_GRADIENT_HEAD_DIM:
-        return f"of head dimension {head_dim}; there are gradients of head dimensions up to {MAX_GRADIENT_HEAD_DIM}"
     return None

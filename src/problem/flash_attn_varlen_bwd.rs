@@ -7,7 +7,7 @@
 use super::attention::{Attention, KeyStorage, Keys, Queries, key_ranges, per_sequence, q_offset, query_sizes, score};
 use super::flash_attn_varlen::{packed_keys, score_attributes};
 use super::validate::{self, contiguous_rows, dense, kernel_sizes};
-use super::{BoolAttribute, CallArguments, CallResult, I64Attribute, MAX_GRADIENT_HEAD_DIM, Operand};
+use super::{BoolAttribute, CallArguments, CallResult, I64Attribute, Operand};
 use crate::error::{Error, Result, ensure};
 use crate::tensor::{DType, Dim, Tensor};
 
@@ -45,18 +45,6 @@ unsafe impl Send for FlashAttnVarlenBwd<'_> {}
 // SAFETY: as for `Send`.
 unsafe impl Sync for FlashAttnVarlenBwd<'_> {}
 
-/// Refuses head dimensions that attention has and its gradients have not.
-fn check_head_dims(head_dims: &[(&str, i64)]) -> Result {
-    for (name, dim) in head_dims {
-        if *dim > MAX_GRADIENT_HEAD_DIM {
-            return Err(Error::unimplemented(format!(
-                "{name} has head dimension {dim}; there are gradients of head dimensions up to {MAX_GRADIENT_HEAD_DIM}"
-            )));
-        }
-    }
-    Ok(())
-}
-
 /// Validates a call and returns its problem.
 ///
 /// | operand | shape |
@@ -86,7 +74,6 @@ pub(crate) fn problem<'a>(args: &CallArguments<'a>) -> Result<FlashAttnVarlenBwd
     }
     let stored = packed_keys(&k, &v, (q_heads, head_dim))?;
     let [keys, kv_heads, value_dim] = [v.dims[0], stored.kv_heads, stored.value_dim];
-    check_head_dims(&[("q", head_dim), ("v", value_dim)])?;
 
     let cu_seqlens_q = args.operand(Operand::CuSeqlensQ);
     let starts_q = validate::indices("cu_seqlens_q", &cu_seqlens_q, &[Dim::Any("B+1")])?;

@@ -29,4 +29,4 @@ pub(crate) use operators::{
     for_each_target,
 };
 pub use signature::{Attribute, AttributeKind, Signature};
-pub use validate::{MAX_GRADIENT_HEAD_DIM, MAX_HEAD_DIM, MAX_LATENT_DIM, Scale};
+pub use validate::{MAX_HEAD_DIM, MAX_LATENT_DIM, Scale};

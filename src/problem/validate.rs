@@ -7,9 +7,6 @@ use crate::tensor::{DType, Dim, Tensor};
 /// The largest head dimension.
 pub const MAX_HEAD_DIM: i64 = 512;
 
-/// The largest head dimension that there are gradients of.
-pub const MAX_GRADIENT_HEAD_DIM: i64 = 256;
-
 /// The largest row of a latent cache, which multi-head latent attention reads as a key.
 pub const MAX_LATENT_DIM: i64 = 576;
 

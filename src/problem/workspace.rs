@@ -5,7 +5,7 @@
 //! other kernels. Results are correct in any case.
 
 use super::validate::MAX_LATENT_VALUE_DIM;
-use super::{MAX_GRADIENT_HEAD_DIM, MAX_HEAD_DIM, Op};
+use super::{MAX_HEAD_DIM, Op};
 use crate::tensor::DType;
 
 /// CTAs for which the workspace is sized, independent of the actual GPU: three on each of 132 SMs, or four for short rows.
@@ -137,12 +137,14 @@ impl AttentionSizes {
     pub fn gradients_workspace(&self) -> WorkspaceSize {
         /// Head dimensions, rounded up, for which dQ is summed in the workspace.
         const BUCKETS: [i64; 3] = [64, 96, 128];
+        /// The largest head dimension of Hopper's kernels.
+        const MAX_HOPPER_DIM: i64 = 256;
         /// Rows per group of dQ sums.
         const GROUP: i64 = 16;
         let heads = self.num_q_heads.max(0);
         let number = size_of::<f32>() as i64;
         let columns = self.head_dim.max(self.value_dim);
-        if self.dtype.size() != 2 || !(1..=MAX_GRADIENT_HEAD_DIM).contains(&columns) {
+        if self.dtype.size() != 2 || !(1..=MAX_HOPPER_DIM).contains(&columns) {
             return WorkspaceSize { fixed: 16, per_row: number.saturating_mul(heads), per_sequence: 0 };
         }
         let row_sums = number * BUCKETS.into_iter().find(|bucket| *bucket >= columns).unwrap_or(0);

@@ -1,12 +1,13 @@
-//! Head dimensions past 256, of which several warps have the same rows on a GPU: all pairs of options, every dimension, batch
-//! invariance and hostile metadata, against the reference on every device; and that the kernels were launched.
+//! Head dimensions past 256, of which several warps have the same rows on a GPU: all pairs of options and every dimension, also
+//! of gradients, batch invariance and hostile metadata, against the reference on every device; and that the kernels were launched.
 
 use crate::attention::Operator;
 use crate::attention::metadata::corrupt;
 use crate::attention::results::attend;
 use crate::support::{
-    AttentionCase, BF16, Batch, BatchSpec, Dtypes, F32, InvalidMetadata, KeyBounds, KvLayout, Mask, MemoryLayout,
-    PairwiseOptions, ReferenceCase, assert_named_matches_reference, skips_slow_test,
+    ATTENTION_DTYPES, AttentionCase, BF16, Batch, BatchSpec, Dtype, Dtypes, F32, GradientCase, GradientOptions,
+    InvalidMetadata, KeyBounds, KvLayout, Mask, MemoryLayout, PairwiseOptions, ReferenceCase,
+    assert_named_matches_reference, shared_memory, skips_slow_test,
 };
 use xla_attention::Op;
 
@@ -31,6 +32,44 @@ fn every_pair_agrees_with_the_reference() {
     for (seed, (target, spec, memory_layout, _)) in CALLS.calls().into_iter().enumerate() {
         let mut case = AttentionCase::store(target, &spec.batch(), &memory_layout);
         assert_named_matches_reference(&format!("wide {seed}"), &mut case);
+    }
+}
+
+/// Whether the device has gradients of this dtype: those of f32 take more shared memory than some GPUs have.
+fn has_gradients(dtype: Dtype) -> bool {
+    dtype != F32 || shared_memory() > 128 * 1024
+}
+
+const GRADIENTS: PairwiseOptions = PairwiseOptions {
+    head_dims: CALLS.head_dims,
+    heads: CALLS.heads,
+    key_bounds: CALLS.key_bounds,
+    seed: 44,
+    ..PairwiseOptions::GRADIENTS
+};
+
+#[test]
+fn every_pair_of_options_of_gradients_agrees_with_the_reference() {
+    let calls = GRADIENTS.calls().into_iter().filter(|(_, spec, ..)| has_gradients(spec.dtypes.q));
+    for (seed, (_, spec, memory_layout, options)) in calls.enumerate() {
+        let mut case = GradientCase::store(&spec.batch(), &memory_layout, options);
+        assert_named_matches_reference(&format!("wide gradients {seed}"), &mut case);
+    }
+}
+
+#[test]
+fn gradients_of_every_dimension_agree_with_the_reference() {
+    for (index, head_dim) in (264..=512).step_by(8).enumerate() {
+        let value_dim = Some([head_dim, 520 - head_dim, 512][index % 3]);
+        let dtype = ATTENTION_DTYPES[index / 3 % 3];
+        if !has_gradients(dtype) {
+            continue;
+        }
+        let lengths = vec![(1, 37), (18, 25), (40, 70), (33, 9)];
+        let spec =
+            BatchSpec { dtypes: dtype.into(), head_dim, value_dim, heads: (2, 1), lengths, ..BatchSpec::default() };
+        let case = GradientCase::store(&spec.batch(), &MemoryLayout::contiguous(), GradientOptions::ALL);
+        ReferenceCase::assert_matches_reference(&case);
     }
 }
 
@@ -87,7 +126,10 @@ fn hostile_metadata_does_not_affect_valid_sequences() {
 
 #[cfg(feature = "cuda")]
 mod on_their_own_gpu {
-    use super::{AttentionCase, BF16, BatchSpec, Dtypes, MemoryLayout, mixed};
+    use super::{
+        ATTENTION_DTYPES, AttentionCase, BF16, BatchSpec, Dtypes, GradientCase, GradientOptions, MemoryLayout,
+        has_gradients, mixed,
+    };
     use crate::support::F16;
     use crate::support::device::{BufferPadding, Gpu};
     use crate::support::log_capture::{assert_logged, log};
@@ -110,6 +152,21 @@ mod on_their_own_gpu {
                 let storage = if head_dim == 512 { "paged" } else { "contiguous" };
                 assert_logged(log, &if has_tuned { format!("_512_{storage}_none") } else { "_512_prefill_".into() });
             }
+        }
+    }
+
+    #[test]
+    fn gradients_of_512_columns_are_chosen() {
+        let Some(gpu) = Gpu::or_skip() else { return };
+        let log = log();
+        for dtype in ATTENTION_DTYPES.into_iter().filter(|dtype| has_gradients(*dtype)) {
+            let spec = BatchSpec { head_dim: 320, dtypes: dtype.into(), ..BatchSpec::default() };
+            GradientCase::store(&spec.batch(), &MemoryLayout::contiguous(), GradientOptions::ALL)
+                .invocation()
+                .run_on_gpu(&gpu, BufferPadding::Redzones, 0)
+                .unwrap();
+            assert_logged(log, &format!("attention_bwd_dq_{dtype}_512_"));
+            assert_logged(log, &format!("attention_bwd_dkdv_{dtype}_512_"));
         }
     }
 }

@@ -112,6 +112,11 @@ impl Gpu {
         (major, minor) == (9, 0) && version >= 12000
     }
 
+    /// Bytes of shared memory that a CTA may have.
+    pub fn shared_memory() -> usize {
+        attribute(Attribute::CU_DEVICE_ATTRIBUTE_MAX_SHARED_MEMORY_PER_BLOCK_OPTIN) as usize
+    }
+
     pub fn sms() -> usize {
         attribute(Attribute::CU_DEVICE_ATTRIBUTE_MULTIPROCESSOR_COUNT) as usize
     }

@@ -8,6 +8,15 @@ pub fn runs_on_cpu() -> bool {
     std::env::var("XLA_ATTENTION_TEST_DEVICE").map_or(true, |device| device == "cpu")
 }
 
+/// Bytes of shared memory that a CTA of the GPU may have; no limit on the CPU.
+pub fn shared_memory() -> usize {
+    #[cfg(feature = "cuda")]
+    if !runs_on_cpu() {
+        return super::device::Gpu::shared_memory();
+    }
+    usize::MAX
+}
+
 /// Whether to skip a test that takes more than 10 s on the CPU. CI, which sets `CI`, runs every test.
 pub fn skips_slow_test() -> bool {
     let skips = runs_on_cpu() && std::env::var_os("CI").is_none();

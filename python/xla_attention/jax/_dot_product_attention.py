@@ -201,7 +201,7 @@ def dot_product_attention(
         results = by_jax(arguments, implementation)
     else:
         try:
-            results = by_kernels(arguments, with_gradients=fallback == "xla")
+            results = by_kernels(arguments)
         except (NotImplementedError, TracedScaleError) as error:
             if fallback == "error":
                 raise type(error)(f"{error}; {_ALTERNATIVE}") from None

@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from .._options import MAX_GRADIENT_HEAD_DIM, kv_layout_number, length_hint
+from .._options import kv_layout_number, length_hint
 from ._call import Array, static_f32
 from ._flash_attn_varlen import attend
 from ._masks import UNLIMITED, Visible, gather_visible, promised, recognise
@@ -64,17 +64,10 @@ class TracedScaleError(TypeError):
     """A scale that is traced, which JAX's function accepts."""
 
 
-def by_kernels(arguments: Arguments, *, with_gradients: bool) -> Array | tuple[Array, Array]:
-    """The results of `flash_attn_varlen`; a NotImplementedError for what it does not compute.
-
-    `with_gradients`: also for head dimensions that it has no gradients of.
-    """
+def by_kernels(arguments: Arguments) -> Array | tuple[Array, Array]:
+    """The results of `flash_attn_varlen`; a NotImplementedError for what it does not compute."""
     if arguments.bias is not None:
         raise NotImplementedError(f"{NAME}: bias is not supported")
-    for name, array in (("query", arguments.query), ("value", arguments.value)):
-        if with_gradients and array.shape[-1] > MAX_GRADIENT_HEAD_DIM:
-            text = f"there are gradients of head dimensions up to {MAX_GRADIENT_HEAD_DIM}"
-            raise NotImplementedError(f"{NAME}: {name} has head dimension {array.shape[-1]}; {text}")
     arguments, visible = _apply_mask(arguments)
     query, key, value = arguments[:3]
     query, scale = _positive_scale(query, arguments.scale)

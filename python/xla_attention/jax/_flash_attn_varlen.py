@@ -279,7 +279,6 @@ def _reject_gradients(function: str, options: Options, operands: Operands, pertu
     unsupported = unsupported_gradient(
         in_pages=keys_are_in_pages(options, operands),
         is_scaled=any(x is not None for x in (operands.q_scale, operands.k_scale, operands.v_scale)),
-        head_dim=max(x.shape[-1] for x in (operands.q, operands.v) if x is not None),
     )
     if unsupported is None and jnp.dtype(operands.q.dtype).itemsize == 1:
         unsupported = f"of {operands.q.dtype}; there are gradients of f32, f16 and bf16"

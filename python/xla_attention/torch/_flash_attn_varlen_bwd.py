@@ -50,7 +50,6 @@ def _unsupported_gradient(arguments: dict[str, Any]) -> str | None:
     unsupported = unsupported_gradient(
         in_pages=arguments.get("block_table") is not None or arguments.get("kv_layout") is not None,
         is_scaled=any(arguments.get(name) is not None for name in ("q_scale", "k_scale", "v_scale")),
-        head_dim=max(arguments[name].shape[-1] for name in ("q", "v") if arguments[name] is not None),
     )
     if unsupported is not None:
         return unsupported

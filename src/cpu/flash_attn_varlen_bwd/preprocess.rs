@@ -3,7 +3,7 @@
 use super::plan::BwdPlan;
 use crate::cpu::element_rows::widen_row;
 use crate::cpu::simd::{MAX_LANES, Simd, SimdKernel};
-use crate::problem::MAX_GRADIENT_HEAD_DIM;
+use crate::problem::MAX_HEAD_DIM;
 use crate::problem::flash_attn_varlen_bwd::FlashAttnVarlenBwd;
 use crate::tensor::Tensor;
 use std::ops::Range;
@@ -102,11 +102,11 @@ fn sink_probability(sink: f32, lse: f32) -> f64 {
 /// The problem's views are valid host memory; t < Tq and h < Hq.
 #[inline(always)]
 unsafe fn out_dot_dout<S: Simd>(simd: S, problem: &FlashAttnVarlenBwd, t: usize, h: usize) -> f32 {
-    const ROW: usize = MAX_GRADIENT_HEAD_DIM as usize;
+    const ROW: usize = MAX_HEAD_DIM as usize;
     let (out, dout, dv) = (&problem.forward.out, &problem.dout, problem.forward.value_dim);
     // Zeros fill the last vector.
     let (mut a, mut b, mut lanes) = ([0.0f32; ROW], [0.0f32; ROW], [0.0f32; MAX_LANES]);
-    // SAFETY: rows of Dv <= MAX_GRADIENT_HEAD_DIM elements. LANES divides MAX_GRADIENT_HEAD_DIM, so whole vectors stay within the arrays.
+    // SAFETY: rows of Dv <= MAX_HEAD_DIM elements. LANES divides MAX_HEAD_DIM, so whole vectors stay within the arrays.
     unsafe {
         widen_row(simd, out.dtype, row_of(out, t, h), a.as_mut_ptr(), dv);
         widen_row(simd, dout.dtype, row_of(dout, t, h), b.as_mut_ptr(), dv);

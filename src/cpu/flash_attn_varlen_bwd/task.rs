@@ -13,7 +13,7 @@ use crate::cpu::element_rows::narrow_row;
 use crate::cpu::micro_kernel::{BroadcastOperand, VectorOperand, load_rows, micro_kernel, store_rows};
 use crate::cpu::simd::{Simd, SimdKernel};
 use crate::error::Result;
-use crate::problem::MAX_GRADIENT_HEAD_DIM;
+use crate::problem::MAX_HEAD_DIM;
 use crate::problem::flash_attn_varlen_bwd::FlashAttnVarlenBwd;
 use std::ops::Range;
 
@@ -229,7 +229,7 @@ impl TileRun<'_> {
     unsafe fn store_dq<S: Simd>(&self, simd: S) {
         let Self { problem, plan, tile, group, .. } = *self;
         let (forward, d) = (&problem.forward, problem.forward.head_dim);
-        let mut row_of_dq = [0.0f32; MAX_GRADIENT_HEAD_DIM as usize];
+        let mut row_of_dq = [0.0f32; MAX_HEAD_DIM as usize];
         for row in 0..tile.rows(group) {
             let t = plan.sequences[tile.sequence].first_row + tile.queries.start + row / group;
             let first = row / (2 * S::LANES) * (2 * S::LANES);

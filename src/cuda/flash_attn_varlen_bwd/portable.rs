@@ -62,6 +62,7 @@ fn variant(
     let has_ranges = !forward.queries.key_ranges.is_none();
     let tiles = tiles.filter(|t| (t.shape == KEY_RANGES) == has_ranges);
     let bucket = tiles.clone().map(|t| t.head_dim).filter(|bucket| *bucket as usize >= dim).min();
+    let needed = tiles.clone().filter(|t| Some(t.head_dim) == bucket).map(|t| t.shared_bytes).min().unwrap_or(0);
     let transforms: &[&str] = if transforms_logits(forward) { &["softcap_alibi"] } else { &["none", "softcap_alibi"] };
     tiles
         .filter(|t| Some(t.head_dim) == bucket && t.shared_bytes <= device.shared_memory)
@@ -71,7 +72,12 @@ fn variant(
             Some((variants::find(kernel, &values).ok()?, t))
         })
         .ok_or_else(|| {
-            Error::unimplemented(format!("no kernel {kernel} is built for {dtype} and head dimension {dim}"))
+            Error::unimplemented(if needed > device.shared_memory {
+                let available = device.shared_memory;
+                format!("{kernel} for {dtype} and head dimension {dim} needs {needed} bytes of shared memory; this GPU has {available}")
+            } else {
+                format!("no kernel {kernel} is built for {dtype} and head dimension {dim}")
+            })
         })
 }
 
@@ -146,7 +152,12 @@ mod tests {
                 ..plain
             };
             let bound = KeyRanges { start: Some(std::ptr::dangling()), end: None };
-            for (dim, key_ranges) in (8..=256).step_by(8).flat_map(|dim| [(dim, KeyRanges::NONE), (dim, bound)]) {
+            let none = (8..=512).step_by(8).map(|dim| (dim, KeyRanges::NONE));
+            for (dim, key_ranges) in none.chain((8..=256).step_by(8).map(|dim| (dim, bound))) {
+                // Such rows do not fit; see the test below.
+                if dtype == DType::F32 && dim > 256 && shared_memory < 128 * 1024 {
+                    continue;
+                }
                 for (head_dim, value_dim) in [(dim, 8), (8, dim)] {
                     for (kernel, gradient) in KERNELS {
                         let queries = Queries { key_ranges, ..attention.queries };
@@ -163,6 +174,17 @@ mod tests {
     }
 
     #[test]
+    fn rows_that_do_not_fit_the_gpu_are_refused() {
+        let plain = problem(64, 1, 8, 264);
+        let problem = Attention { q: Tensor { dtype: DType::F32, ..plain.q }, kv_dtype: DType::F32, ..plain };
+        let device = Device { shared_memory: 99 * 1024, ..device(false) };
+        let error = variant(&problem, &device, KERNELS[0].0, KERNELS[0].1).expect_err("they do not fit");
+        let expected =
+            "attention_bwd_dq for f32 and head dimension 264 needs 131432 bytes of shared memory; this GPU has 101376";
+        assert!(error.to_string().contains(expected), "{error}");
+    }
+
+    #[test]
     fn the_kernel_without_a_logits_transform_is_preferred() {
         let named = |head_dim, kilobytes: u32, gradient| {
             let problem = problem(64, 1, 8, head_dim);
@@ -176,5 +198,7 @@ mod tests {
         assert_eq!(named(192, 99, false), "attention_bwd_dq_bf16_192_small_none");
         assert_eq!(named(256, 163, true), "attention_bwd_dkdv_bf16_256_large_none");
         assert_eq!(named(256, 99, true), "attention_bwd_dkdv_bf16_256_small_softcap_alibi");
+        assert_eq!(named(264, 227, false), "attention_bwd_dq_bf16_512_large_none");
+        assert_eq!(named(512, 163, true), "attention_bwd_dkdv_bf16_512_small_softcap_alibi");
     }
 }
