@@ -49,8 +49,8 @@ __device__ __forceinline__ void attend_tile(const AttentionParams& params, const
   const LogitsTransform transform(params, row_factors);
   fetch_query<Shape, T, Stored>(params, work, shared, row_factors);
   const int32_t warp_row = threadIdx.x / 32 * 16 * Shape::kRowTiles;
-  attend_with_ranges<Shape, T, Stored>(state, params, work, RowRanges<Shape::kRows>(rows), shared + Shape::kRingsOffset,
-                                       warp_row, query_rows, transform);
+  attend_with_ranges<Shape, T, Stored, false>(state, params, work, RowRanges<Shape::kRows>(rows),
+                                              shared + Shape::kRingsOffset, warp_row, query_rows, transform);
   const RowWriter<T, Shape::kIsFp8> writer(params, work.tile, work.kv_head);
   static_assert(Shape::kColumnWarps == 1, "a warp has whole rows");
   write_warp_rows<Shape, T>(params, writer, state, warp_row, 0, shared + warp_row * Shape::kQueryPitch,

@@ -18,8 +18,8 @@ namespace xa {
 /// Sets scores of keys outside of the rows' ranges to -inf: of the 16 rows from row `first_row` on, and of the block of
 /// keys that starts at `first_key`.
 template <int kKeyTiles, int kRows>
-__device__ __forceinline__ void mask_ranges(float (&scores)[kKeyTiles][4], const RowRanges<kRows>& ranges,
-                                            int32_t first_row, int32_t first_key) {
+__device__ __forceinline__ void mask_keys(float (&scores)[kKeyTiles][4], const RowRanges<kRows>& ranges,
+                                          int32_t first_row, int32_t first_key) {
   const int32_t first_column = first_key + 2 * (threadIdx.x % 4);
 #pragma unroll
   for (int half = 0; half < 2; ++half) {
@@ -48,17 +48,18 @@ __device__ __forceinline__ void clear_values(uint8_t* block, uint64_t keys) {
 }
 
 /// Streams the keys of the work tile through the CTA's ring at `ring_memory` and updates `state`, as `attend_with_rows`
-/// does. `ranges` are those of the tile's rows, and `work.keys` has been computed from them.
-template <typename Shape, typename T, typename Stored, typename LogitsTransform, typename State>
+/// does. `ranges` are those of the tile's rows, RowRanges or RowMasks, and `work.keys` has been computed from them. A
+/// warp without rows of the tile computes nothing with `kLeavesOutIdleWarps`, but loads its part of the blocks.
+template <typename Shape, typename T, typename Stored, bool kLeavesOutIdleWarps, typename Ranges,
+          typename LogitsTransform, typename State>
 __device__ __forceinline__ void attend_with_ranges(State& state, const AttentionParams& params, const WorkTile& work,
-                                                   const RowRanges<Shape::kRows>& ranges, uint8_t* ring_memory,
-                                                   int32_t warp_row, uint32_t query_rows,
-                                                   const LogitsTransform& transform) {
+                                                   const Ranges& ranges, uint8_t* ring_memory, int32_t warp_row,
+                                                   uint32_t query_rows, const LogitsTransform& transform) {
   using Math = TileMath<T, Stored, typename Shape::Rows, Shape::kRowTiles, Shape::kKeys, Shape::kHeadDim>;
   constexpr int kStages = Shape::kStages;
   constexpr bool kHoldsQuery = Shape::kRowTiles == 1 && Shape::kQueryRowBytes <= 256;
   constexpr int kPending = 2 * kStages - 2;
-  static_assert(Shape::kKeys <= 64, "RowRanges::attended_64");
+  static_assert(Shape::kKeys <= 64, "attended_64");
   constexpr uint64_t kBlockKeys = ~uint64_t{0} >> (64 - Shape::kKeys);
   const RowLoader<Stored, Shape::kHeadDim, Shape::kKeysPerLoad> loader(params, work);
   const int32_t first_own_key = threadIdx.x / 32 * Shape::kKeysPerLoad;
@@ -93,20 +94,22 @@ __device__ __forceinline__ void attend_with_ranges(State& state, const Attention
                                                                                   warp_row * Shape::kQueryPitch);
   query.fill();
 
+  const bool is_idle = kLeavesOutIdleWarps && warp_row >= work.tile.num_rows;
   int stage = 0;
 #pragma unroll 1
   while (blocks[0] < work.keys.end) {
     const int32_t first_key = blocks[0];
     float scores[Shape::kRowTiles][Shape::kKeys / 8][4];
-    Math::scores(scores, query, keys(stage), params);
+    if (!is_idle) Math::scores(scores, query, keys(stage), params);
     ptx::cp_async_wait<kPending>();
     __syncthreads();
 
     const bool masked = first_key < work.keys.common_begin || first_key + Shape::kKeys > work.keys.common_end;
 #pragma unroll
     for (int tile = 0; tile < Shape::kRowTiles; ++tile) {
+      if (is_idle) break;
       transform.template apply<T>(scores[tile], transform.rows(work, warp_row + 16 * tile), first_key);
-      if (masked) mask_ranges(scores[tile], ranges, warp_row + 16 * tile, first_key);
+      if (masked) mask_keys(scores[tile], ranges, warp_row + 16 * tile, first_key);
       state.update(tile, scores[tile], transform.log2_unit());
     }
     if (next < work.keys.end) loader.load_keys(keys(stage) + own_offset, next + first_own_key, next_slot);
@@ -121,7 +124,7 @@ __device__ __forceinline__ void attend_with_ranges(State& state, const Attention
         __syncthreads();
       }
     }
-    Math::accumulate(state.output, scores, values(stage), params);
+    if (!is_idle) Math::accumulate(state.output, scores, values(stage), params);
 
     // After this barrier V's stage is free and the next block of K has arrived.
     ptx::cp_async_wait<kPending>();

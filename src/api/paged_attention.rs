@@ -50,6 +50,10 @@ pub struct PagedAttentionOptions<'a, M = Host> {
     /// `i32[T]`: the end of the keys that each query row may attend to; `None` for all. A row whose range is empty attends
     /// to no key.
     pub k_end: Option<TensorRef<'a, M>>,
+    /// i32 or u32 `[S, q_max, ceil(q_max / 32)]`: which of the newest keys, those of its sequence's own query rows, each row
+    /// attends to, in place of the causal mask, bit j of a row's words being the key of row j; `None` for the causal mask,
+    /// which a sequence of more than `q_max` rows has too.
+    pub tree_mask: Option<TensorRef<'a, M>>,
     /// The bits of a sequence's rows depend only on that sequence and static sizes.
     pub batch_invariant: bool,
 }
@@ -67,6 +71,7 @@ impl<M> Default for PagedAttentionOptions<'_, M> {
             v_scale: None,
             k_start: None,
             k_end: None,
+            tree_mask: None,
             batch_invariant: false,
         }
     }
@@ -130,6 +135,7 @@ pub fn paged_attention<'a, M: Memory>(
         v_scale: options.v_scale,
         k_start: options.k_start,
         k_end: options.k_end,
+        tree_mask: options.tree_mask,
     };
     let attributes = Attributes {
         batch_invariant: options.batch_invariant,

@@ -96,6 +96,7 @@ pub fn paged_attention_update<'a, M: Memory>(
         v_scale: options.v_scale,
         k_start: options.k_start,
         k_end: options.k_end,
+        tree_mask: options.tree_mask,
     };
     let attributes = Attributes {
         batch_invariant: options.batch_invariant,

@@ -8,7 +8,6 @@ use crate::error::Result;
 use crate::pool::{Pool, parallel_for};
 use crate::problem::attention::{Attention, KeyStorage, position_of_query_0};
 use crate::problem::{KvView, Scale};
-use std::ops::Range;
 
 /// Computes `out`, and `softmax_lse` if the problem has it.
 ///
@@ -83,7 +82,7 @@ impl Row<'_> {
         // SAFETY: the caller guarantees that the problem's scales are readable.
         let v_scale = unsafe { self.scale(problem.v_scale) };
         // SAFETY: the caller guarantees valid memory.
-        for (j, weight) in unsafe { self.visible() }.zip(weights) {
+        for (j, weight) in unsafe { self.visible() }.into_iter().zip(weights) {
             // SAFETY: visible keys are below `len_k`.
             let value = unsafe { self.row(&problem.v, j) };
             for (d, o) in out.iter_mut().enumerate() {
@@ -108,7 +107,7 @@ impl Row<'_> {
             return (Vec::new(), sink);
         }
         // SAFETY: visible keys are below `len_k`.
-        let scores: Vec<f64> = visible.map(|j| unsafe { self.score(j) }).collect();
+        let scores: Vec<f64> = visible.into_iter().map(|j| unsafe { self.score(j) }).collect();
         let largest = scores.iter().copied().fold(sink, f64::max);
         let sum = scores.iter().map(|s| (s - largest).exp()).sum::<f64>() + (sink - largest).exp();
         (scores.into_iter().map(|s| (s - largest).exp() / sum).collect(), largest + sum.ln())
@@ -121,7 +120,7 @@ impl Row<'_> {
         let mut out = vec![0.0; problem.value_dim];
         // SAFETY: the caller guarantees valid memory, and visible keys are below `len_k`.
         let (weights, magnitude) = unsafe {
-            let magnitudes = self.visible().map(|j| self.scaled_product(j, f64::abs).abs());
+            let magnitudes = self.visible().into_iter().map(|j| self.scaled_product(j, f64::abs).abs());
             (self.weights().0, magnitudes.fold(0.0, f64::max))
         };
         let score_error = accuracy::fp8_score(problem.head_dim, magnitude);
@@ -129,7 +128,7 @@ impl Row<'_> {
         // SAFETY: the caller guarantees that the problem's scales are readable.
         let v_scale = unsafe { self.scale(problem.v_scale) }.abs();
         // SAFETY: the caller guarantees valid memory.
-        for (j, weight) in unsafe { self.visible() }.zip(weights) {
+        for (j, weight) in unsafe { self.visible() }.into_iter().zip(weights) {
             // The score's error affects the weight and the sum that divides it.
             let by_scores = (weight * (2.0 * score_error).exp_m1()).min(1.0);
             let off = (accuracy::FP8_WEIGHT * weight).max(smallest) + by_scores;
@@ -151,18 +150,31 @@ impl Row<'_> {
 
     /// # Safety
     /// As [`attend`].
-    unsafe fn visible(&self) -> Range<usize> {
+    unsafe fn visible(&self) -> Vec<usize> {
         let (score, position) = (&self.problem.score, self.position());
         let first = if score.window_left < 0 { 0 } else { position.saturating_sub(score.window_left) };
         let last = if score.window_right < 0 { i64::MAX } else { position.saturating_add(score.window_right) };
         let first = first.max(self.sequence.leftpad as i64);
-        let end = last.saturating_add(1).min(self.sequence.len_k as i64).max(first);
+        let Sequence { index, len_q, len_k, first_row, .. } = *self.sequence;
+        let tree = self.problem.queries.tree.and_then(|tree| Some((tree.of_sequence(index, len_q)?, tree.query_words)));
+        // A tree takes the place of the causal mask.
+        let last = if tree.is_some() { i64::MAX } else { last };
+        let end = last.saturating_add(1).min(len_k as i64).max(first);
         let ranges = &self.problem.queries.key_ranges;
         // SAFETY: the bounds are `[Tq]`, of which the query is one.
-        let bound = |of: Option<*const i32>| of.map(|of| unsafe { of.add(self.sequence.first_row + self.i).read() });
+        let bound = |of: Option<*const i32>| of.map(|of| unsafe { of.add(first_row + self.i).read() });
         let first = bound(ranges.start).map_or(first, |start| first.max(start.into()));
         let end = bound(ranges.end).map_or(end, |bound| end.min(bound.into())).max(first);
-        first as usize..end as usize
+        let is_shown = |j: &usize| {
+            let (Some((words, query_words)), Ok(bit)) =
+                (tree, usize::try_from(*j as i64 - len_k as i64 + len_q as i64))
+            else {
+                return true;
+            };
+            // SAFETY: the query is one of the sequence, whose words are readable; bit < len_q, which the words have room for.
+            unsafe { words.add(self.i * query_words + bit / 32).read() >> (bit % 32) & 1 == 1 }
+        };
+        (first as usize..end as usize).filter(is_shown).collect()
     }
 
     /// The scaled sum of `of(q_d * k_d)` over the products of the query and key j.

@@ -5,6 +5,7 @@
 //! therefore gives the same results on every backend and costs no more than valid metadata of the same shapes.
 
 use super::kv_layout::KvLayout;
+pub use super::tree_mask::TreeMask;
 use super::validate::{MAX_HEAD_DIM, Scale, contiguous_rows, dense, optional_indices, row_dim, scale};
 use super::{BoolAttribute, CallArguments, CallResult, I64Attribute, KvView, Operand};
 use crate::error::{Error, Result, ensure};
@@ -77,6 +78,8 @@ pub struct Queries {
     pub offset: Option<*const i32>,
     /// Bounds of the keys of each row.
     pub key_ranges: KeyRanges,
+    /// Trees among the newest keys.
+    pub tree: Option<TreeMask>,
     /// The caller's upper bound of the sequence lengths (`max_seqlen_q`), 0 if unknown. It is a hint that affects only
     /// speed, because it may be wrong.
     pub longest: usize,

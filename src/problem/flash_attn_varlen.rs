@@ -55,6 +55,7 @@ pub(crate) fn problem<'a>(args: &CallArguments<'a>) -> Result<Attention<'a>> {
             used: per_sequence(args, Operand::SequsedQ, slots)?,
             offset: attention::q_offset(args, attributes.top_left, (rows, &stored.storage), slots)?,
             key_ranges: attention::key_ranges(args, ("Tq", rows))?,
+            tree: None,
             longest: longest_q,
         },
         keys: Keys {

@@ -127,6 +127,7 @@ pub(crate) fn problem<'a>(args: &CallArguments<'a>) -> Result<FlashAttnVarlenBwd
                 used: per_sequence(args, Operand::SequsedQ, slots)?,
                 offset: q_offset(args, attributes.top_left, (rows, &storage), slots)?,
                 key_ranges: key_ranges(args, ("Tq", rows))?,
+                tree: None,
                 longest: lengths[0].1 as usize,
             },
             keys: Keys {

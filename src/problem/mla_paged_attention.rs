@@ -72,6 +72,7 @@ pub(crate) fn problem<'a>(args: &CallArguments<'a>) -> Result<Attention<'a>> {
             used: None,
             offset: None,
             key_ranges: KeyRanges::NONE,
+            tree: None,
             longest: longest_q,
         },
         keys: Keys {

@@ -19,6 +19,7 @@ mod call_arguments;
 mod kv_layout;
 mod operators;
 mod signature;
+mod tree_mask;
 mod validate;
 
 pub(crate) use call_arguments::CallArguments;

@@ -3,6 +3,7 @@
 
 use super::attention::{self, Attention, KeyStorage, Keys, Queries, ScoreAttributes, check_dtypes, query_sizes};
 use super::kv_layout::KvLayout;
+use super::tree_mask::TreeMask;
 use super::{BoolAttribute, CallArguments, CallResult, F32Attribute, I64Attribute, Operand, validate};
 use crate::error::{Result, ensure};
 use crate::tensor::Dim;
@@ -19,6 +20,7 @@ use crate::tensor::Dim;
 /// | `query_start_loc` | `i32[S+1]`: first query row of each sequence, and the end of the last |
 /// | `num_seqs` | `i32[1]` or `i32[]`: number of sequences, at most S |
 /// | `k_start`, `k_end` | `i32[T]` |
+/// | `tree_mask` | i32 or u32 `[S, q_max, ceil(q_max / 32)]` |
 pub(crate) fn problem<'a>(args: &CallArguments<'a>) -> Result<Attention<'a>> {
     let query = args.operand(Operand::Query);
     let (rows, q_heads, head_dim) = query_sizes("query", "T", &query)?;
@@ -64,6 +66,7 @@ pub(crate) fn problem<'a>(args: &CallArguments<'a>) -> Result<Attention<'a>> {
             used: None,
             offset: None,
             key_ranges: attention::key_ranges(args, ("T", rows))?,
+            tree: TreeMask::of(args, slots)?,
             longest: 0,
         },
         keys: Keys { starts: None, used: Some(lens), leftpad: None, storage: KeyStorage::Paged(table), longest: 0 },

@@ -5,7 +5,7 @@ use crate::generator::Generator;
 use crate::support::{
     ATTENTION_DTYPES, Alibi, Array, AttentionCase, AttentionConfig, BF16, ClampedSequence, Dtypes, ErrorBound,
     F8E4M3FN, F16, F32, FP8_DTYPES, GradientCase, GradientOptions, InvalidMetadata, Invocation, KvGeometry, KvLayout,
-    LARGEST, Mask, MlaUpdateCase, Numbers, PagedUpdateCase, assert_gradients, assert_same, assert_within,
+    LARGEST, Mask, MlaUpdateCase, Numbers, PagedUpdateCase, TreeMask, assert_gradients, assert_same, assert_within,
     clamped_sequences, expected_gradients, expected_rows_of, runs_on_cpu,
 };
 use std::collections::HashSet;
@@ -164,6 +164,11 @@ fn case(generator: &mut Generator, target: Op, sizes: &ProblemSizes, stored: Sto
         generator.chance(if target == Op::MlaPagedAttention { 0 } else { 30 }).then_some(bounds)
     };
     let (k_start, k_end) = (bounds(generator), bounds(generator));
+    let tree_mask = (target == Op::PagedAttention && generator.chance(40)).then(|| {
+        let q_max = generator.one_of(&[0, 1, 3, 8, 32, 40]);
+        let count = slots * q_max * TreeMask::query_words(q_max);
+        TreeMask { q_max, words: generator.lengths(count, 1 << 20) }
+    });
     let is_read = stored.kv_geometry.layout == KvLayout::Contiguous || seqused_k.is_none();
     // Without sequences an empty `seqused_k` counts as left out, and `cu_seqlens_k` must have its size.
     let starts = if is_read || slots == 0 { slots + 1 } else { generator.between(0, slots + 3) };
@@ -188,6 +193,7 @@ fn case(generator: &mut Generator, target: Op, sizes: &ProblemSizes, stored: Sto
         q_offset,
         k_start,
         k_end,
+        tree_mask,
         block_table: stored.block_table,
         alibi_slopes: sizes.slopes(generator),
         alibi: sizes.alibi,

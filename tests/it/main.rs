@@ -42,6 +42,7 @@ mod simple_add;
 mod strides;
 #[path = "../support/mod.rs"]
 mod support;
+mod tree_masks;
 mod tuned_backward;
 mod tuned_decode;
 mod tuned_prefill;

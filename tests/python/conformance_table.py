@@ -106,14 +106,14 @@ def ffi_header_errors():
         )
 
     def undecoded(index, diagnostic):
-        # Before the attributes come the thread pool, 13 operands, 3 results and the remaining ones of both kinds.
-        failed = f"Failed to decode all FFI handler operands (bad operands at: {19 + index})"
+        # Before the attributes come the thread pool, 14 operands, 3 results and the remaining ones of both kinds.
+        failed = f"Failed to decode all FFI handler operands (bad operands at: {20 + index})"
         return f"[execute] {failed}\nDiagnostics:\n{diagnostic}"
 
     names = "batch_invariant", "scale", "sliding_window", "soft_cap"
     wrong_number = "Wrong number of attributes: expected 4 but got {} with name(s): {}".format
     return [
-        rejected("too few operands", "Wrong number of arguments: expected at least -2 but got 5", valid.operands[:5]),
+        rejected("too few operands", "Wrong number of arguments: expected at least -3 but got 5", valid.operands[:5]),
         rejected("too many attributes", wrong_number(5, ", ".join([*names, "zeal"])), zeal="i64 1"),
         rejected("a missing attribute", wrong_number(3, ", ".join(names[:3])), soft_cap="absent"),
         rejected(

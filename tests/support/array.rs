@@ -9,6 +9,7 @@ pub const PRED: Dtype = Dtype::PRED;
 pub const I8: Dtype = Dtype::I8;
 pub const I32: Dtype = Dtype::I32;
 pub const I64: Dtype = Dtype::I64;
+pub const U32: Dtype = Dtype::U32;
 pub const U8: Dtype = Dtype::U8;
 pub const F16: Dtype = Dtype::F16;
 pub const F32: Dtype = Dtype::F32;
@@ -42,6 +43,7 @@ impl Numbers for Dtype {
             U8 => (value as i64 as u8).to_ne_bytes().to_vec(),
             I32 => (value as i64 as i32).to_ne_bytes().to_vec(),
             I64 => (value as i64).to_ne_bytes().to_vec(),
+            U32 => (value as i64 as u32).to_ne_bytes().to_vec(),
             F16 => f16::from_f32(to_odd(value)).to_ne_bytes().to_vec(),
             BF16 => bf16::from_f32(to_odd(value)).to_ne_bytes().to_vec(),
             F32 => (value as f32).to_ne_bytes().to_vec(),
@@ -58,6 +60,7 @@ impl Numbers for Dtype {
             U8 => f64::from(u8::from_ne_bytes(bytes.try_into().unwrap())),
             I32 => f64::from(i32::from_ne_bytes(bytes.try_into().unwrap())),
             I64 => i64::from_ne_bytes(bytes.try_into().unwrap()) as f64,
+            U32 => f64::from(u32::from_ne_bytes(bytes.try_into().unwrap())),
             F16 => f16::from_ne_bytes(bytes.try_into().unwrap()).to_f64(),
             BF16 => bf16::from_ne_bytes(bytes.try_into().unwrap()).to_f64(),
             F32 => f64::from(f32::from_ne_bytes(bytes.try_into().unwrap())),

@@ -6,7 +6,7 @@
 
 use super::{
     Alibi, Array, AttentionConfig, Attr, Batch, F32, Invocation, KvGeometry, KvLayout, MaxSeqlenHints, MemoryLayout,
-    Random, SequenceData, U8, poisoned, put,
+    Random, SequenceData, TreeMask, U8, poisoned, put,
 };
 use xla_attention::Op;
 
@@ -44,6 +44,8 @@ pub struct AttentionCase {
     pub k_start: Option<Vec<i32>>,
     /// `[Tq]`
     pub k_end: Option<Vec<i32>>,
+    /// `[B, q_max, ceil(q_max / 32)]`
+    pub tree_mask: Option<TreeMask>,
     /// `[B, M]`
     pub block_table: Vec<i32>,
     /// `[Hq]` or `[B, Hq]`.
@@ -93,6 +95,8 @@ impl AttentionCase {
         let leftpad_k = batch.leftpad.then(|| per_slot(&|s| s.leftpad as i32));
         let q_offset = batch.q_offset.then(|| per_slot(&|s| s.q_offset));
         let (k_start, k_end) = store_key_ranges(batch, &cu_seqlens_q, q.dims[0] as usize, &mut random);
+        let trees = batch.sequences.iter().map(|sequence| &sequence.tree);
+        let tree_mask = batch.tree.map(|q_max| TreeMask::store(q_max, slots, trees, &mut random));
         let longest = |of: fn(&SequenceData) -> usize| batch.sequences.iter().map(of).max().unwrap_or(0);
         let hints = match memory_layout.hints {
             MaxSeqlenHints::Unknown => (0, 0),
@@ -122,6 +126,7 @@ impl AttentionCase {
             q_offset,
             k_start,
             k_end,
+            tree_mask,
             block_table: keys.block_table,
             alibi_slopes: slopes(batch, slots),
             alibi: batch.alibi,
@@ -130,7 +135,7 @@ impl AttentionCase {
             workspace: memory_layout.workspace,
         };
         let suits = match target {
-            Op::FlashAttnVarlen => true,
+            Op::FlashAttnVarlen => case.tree_mask.is_none(),
             Op::MlaPagedAttention => case.suits_latent_attention(),
             _ => case.suits_paged_attention(),
         };
@@ -170,6 +175,7 @@ impl AttentionCase {
             && self.alibi == Alibi::Off
             && config.kv_heads == 1
             && config.q_scale.is_none()
+            && self.tree_mask.is_none()
             && config.k_scale == config.v_scale
     }
 
@@ -232,6 +238,7 @@ impl AttentionCase {
             "q_offset" => self.q_offset.as_deref().map(i32s),
             "k_start" => self.k_start.as_deref().map(i32s),
             "k_end" => self.k_end.as_deref().map(i32s),
+            "tree_mask" => self.tree_mask.as_ref().map(|mask| mask.array(self.slots())),
             "alibi_slopes" => self.alibi_slopes.as_ref().map(slopes),
             "sinks" => f32s(config.sinks.as_ref()),
             "q_scale" => f32s(config.q_scale.as_ref()),
@@ -284,8 +291,8 @@ pub fn i32s(values: &[i32]) -> Array {
 fn name_of(target: Op, batch: &Batch, memory_layout: &MemoryLayout) -> String {
     let lengths: Vec<_> = batch.sequences.iter().map(|s| (s.len_q, s.len_k, s.leftpad)).collect();
     format!(
-        "{target:?}, (len_q, len_k, leftpad) {lengths:?}, {:?}, alibi {:?}, key bounds {:?}, {memory_layout:?}",
-        batch.config, batch.alibi, batch.key_bounds
+        "{target:?}, (len_q, len_k, leftpad) {lengths:?}, {:?}, alibi {:?}, key bounds {:?}, trees {:?}, {memory_layout:?}",
+        batch.config, batch.alibi, batch.key_bounds, batch.tree
     )
 }
 

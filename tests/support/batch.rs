@@ -1,6 +1,6 @@
 //! Attention problems as numbers: the sequences of a batch, their sizes and options, independent of a memory layout.
 
-use super::{BF16, Dtype, F8E4M3FN, F8E5M2, F16, F32, Mask, Numbers, Random, bounded};
+use super::{BF16, Dtype, F8E4M3FN, F8E5M2, F16, F32, Mask, Numbers, Random, Tree, bounded, random_tree, shown};
 use std::fmt;
 
 /// Dtypes of the queries, of keys and values, and of the output.
@@ -105,6 +105,8 @@ pub struct SequenceData {
     pub q_offset: i32,
     /// Entries of `k_start` and `k_end` of each query, if the batch has them.
     pub key_ranges: Vec<(i32, i32)>,
+    /// Its tree, if the batch has trees and they have room for it.
+    pub tree: Option<Tree>,
     pub q: Vec<f64>,
     pub k: Vec<f64>,
     pub v: Vec<f64>,
@@ -151,6 +153,8 @@ pub struct Batch {
     /// Whether `q_offset` is given.
     pub q_offset: bool,
     pub key_bounds: KeyBounds,
+    /// `q_max` of `tree_mask`, if that is given.
+    pub tree: Option<usize>,
     pub sequences: Vec<SequenceData>,
 }
 
@@ -173,17 +177,21 @@ impl Batch {
     }
 
     /// The keys that query `i` of a sequence attends to.
-    pub fn visible(&self, sequence: &SequenceData, i: usize) -> std::ops::Range<usize> {
+    pub fn visible(&self, sequence: &SequenceData, i: usize) -> Vec<usize> {
         let (start, end) = sequence.key_ranges.get(i).copied().unwrap_or_default();
         let bounds = (self.key_bounds.has_start().then_some(start), self.key_bounds.has_end().then_some(end));
-        bounded(self.mask(sequence).visible(i, sequence.len_q, sequence.len_k, sequence.leftpad), bounds)
+        let &SequenceData { len_q, len_k, leftpad, .. } = sequence;
+        let (mask, row) = (self.mask(sequence), sequence.tree.as_ref().map(|tree| &tree[i]));
+        let mask = if row.is_some() { mask.of_tree() } else { mask };
+        let keys = bounded(mask.visible(i, len_q, len_k, leftpad), bounds);
+        shown(keys, (len_q, len_k), |j| row.is_none_or(|row| row[j]))
     }
 
     /// Whether a query of `sequence` attends to key j, for each j.
     pub fn visible_keys(&self, sequence: &SequenceData) -> Vec<bool> {
         let mut visible_keys = vec![false; sequence.len_k];
         for i in 0..sequence.len_q {
-            visible_keys[self.visible(sequence, i)].fill(true);
+            self.visible(sequence, i).into_iter().for_each(|j| visible_keys[j] = true);
         }
         visible_keys
     }
@@ -215,6 +223,8 @@ with_defaults! {
         pub q_offset: bool = false,
         /// Which bounds each query has.
         pub key_bounds: KeyBounds = KeyBounds::None,
+        /// `q_max` of `tree_mask`; longer sequences have no tree.
+        pub tree: Option<usize> = None,
         pub mask: Mask = Mask::CAUSAL,
         pub softcap: f32 = 0.0,
         pub alibi: Alibi = Alibi::Off,
@@ -253,7 +263,8 @@ impl BatchSpec {
             } else {
                 key_ranges(&mut random, len_q, len_k)
             };
-            SequenceData { len_q, len_k, leftpad, q_offset, key_ranges, q, k, v, slopes }
+            let tree = self.tree.filter(|q_max| len_q <= *q_max).map(|_| random_tree(&mut random, len_q));
+            SequenceData { len_q, len_k, leftpad, q_offset, key_ranges, tree, q, k, v, slopes }
         };
         let sequences = self.lengths.iter().enumerate().map(sequence).collect();
         Batch {
@@ -262,6 +273,7 @@ impl BatchSpec {
             leftpad: self.leftpad,
             q_offset: self.q_offset,
             key_bounds: self.key_bounds,
+            tree: self.tree,
             sequences,
         }
     }
@@ -306,6 +318,7 @@ fn draw(config: &AttentionConfig, (len_q, len_k): (usize, usize), sharpness: f64
         leftpad: 0,
         q_offset: 0,
         key_ranges: Vec::new(),
+        tree: None,
         q: rows(len_q, config.q_heads, config.head_dim, config.dtypes.q, sharpness),
         k: rows(len_k, config.kv_heads, config.head_dim, config.dtypes.kv, 1.0),
         v: rows(len_k, config.kv_heads, config.value_dim, config.dtypes.kv, 1.0),

@@ -7,7 +7,7 @@ use self::accuracy::{FP8_HEAD_DIMS, LSE, LSE_CAPPED, fp8_score};
 use super::summary;
 use super::{
     Alibi, Array, AttentionCase, AttentionConfig, AttentionRow, BF16, Dtypes, F8E4M3FN, F16, F32, Head, Mask, Score,
-    attend, attend_naively, attend_naively_in_fp8, bounded, largest_magnitude, runs_on_cpu,
+    TreeOf, attend, attend_naively, attend_naively_in_fp8, largest_magnitude, runs_on_cpu,
 };
 use xla_attention::Op;
 
@@ -143,8 +143,14 @@ impl ClampedSequence {
     }
 
     /// The keys that query `i` attends to.
-    pub fn visible(&self, case: &AttentionCase, i: usize) -> std::ops::Range<usize> {
-        bounded(self.mask(case).visible(i, self.len_q, self.len_k, self.leftpad), self.bounds(case, i))
+    pub fn visible(&self, case: &AttentionCase, i: usize) -> Vec<usize> {
+        self.head(case, 0).visible(self.mask(case), i)
+    }
+
+    /// Its tree, if it has one.
+    fn tree<'a>(&self, case: &'a AttentionCase) -> Option<TreeOf<'a>> {
+        let (mask, index) = (case.tree_mask.as_ref().filter(|mask| mask.has_tree(self.len_q))?, self.index);
+        Some(Box::new(move |i, j| mask.bit(index, i, j)))
     }
 
     /// The sequence's mask.
@@ -174,6 +180,7 @@ impl ClampedSequence {
             len_k,
             leftpad,
             bounds: Box::new(move |i| self.bounds(case, i)),
+            tree: self.tree(case),
             dims: [case.config.head_dim, case.config.value_dim],
             query: Box::new(move |i| self.query(case, i, head)),
             key: Box::new(move |j| self.stored(case, 0, j, kv_head)),
@@ -217,7 +224,7 @@ fn computes_with_finite_numbers(case: &AttentionCase, sequence: &ClampedSequence
     let &ClampedSequence { len_q, len_k, .. } = sequence;
     let mut is_visible = vec![false; len_k];
     for i in 0..len_q {
-        is_visible[sequence.visible(case, i)].fill(true);
+        sequence.visible(case, i).into_iter().for_each(|j| is_visible[j] = true);
     }
     let heads = 0..case.config.q_heads;
     let mut queries = (0..len_q).flat_map(|i| heads.clone().map(move |h| (i, h)));

@@ -279,7 +279,7 @@ fn record_contributions(
     expected: &mut ExpectedGradients,
     sequence: &ClampedSequence,
     known: bool,
-    visible_keys: impl Fn(usize) -> std::ops::Range<usize>,
+    visible_keys: impl Fn(usize) -> Vec<usize>,
 ) {
     let [dq, dk, dv, dsinks] = expected;
     for i in 0..sequence.len_q {

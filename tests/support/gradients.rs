@@ -62,8 +62,8 @@ pub fn differentiate(head: &Head, of: &ForwardResults, score: &Score) -> HeadGra
         let visible = head.visible(score.mask, i);
         // (score, derivative of the soft cap)
         let scores: Vec<(f64, f64)> = visible
-            .clone()
-            .map(|j| {
+            .iter()
+            .map(|&j| {
                 let s = scale * dot((head.query)(i), (head.key)(j));
                 let t = (s / cap).tanh();
                 let (s, slope) = if cap > 0.0 { (cap * t, 1.0 - t * t) } else { (s, 1.0) };
@@ -77,10 +77,10 @@ pub fn differentiate(head: &Head, of: &ForwardResults, score: &Score) -> HeadGra
         let sink_weight = (sink - largest).exp();
         let sum = scores.iter().map(|s| (s.0 - largest).exp()).sum::<f64>() + sink_weight;
         let p: Vec<f64> = scores.iter().map(|s| (s.0 - largest).exp() / sum).collect();
-        let dp: Vec<f64> = visible.clone().map(|j| dot((of.dout)(i), (head.value)(j))).collect();
+        let dp: Vec<f64> = visible.iter().map(|&j| dot((of.dout)(i), (head.value)(j))).collect();
         let delta = dot(&p, &dp) - (of.dlse)(i);
         gradients.dsink -= sink_weight / sum * delta;
-        for (index, j) in visible.enumerate() {
+        for (index, j) in visible.into_iter().enumerate() {
             let ds = scale * p[index] * (dp[index] - delta) * scores[index].1;
             add(&mut gradients.dq[i * d..][..d], ds, (head.key)(j));
             add(&mut gradients.dk[j * d..][..d], ds, (head.query)(i));
@@ -127,8 +127,8 @@ fn differentiate_rounding(
     for i in 0..head.len_q {
         let visible = head.visible(score.mask, i);
         let scores: Vec<(f32, f32)> = visible
-            .clone()
-            .map(|j| {
+            .iter()
+            .map(|&j| {
                 let s = round(scale * round(dot_in_f32((head.query)(i), (head.key)(j))));
                 let t = round((s / cap).tanh());
                 let (s, slope) = if cap > 0.0 { (round(cap * t), round(1.0 - t * t)) } else { (s, 1.0) };

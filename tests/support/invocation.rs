@@ -58,8 +58,8 @@ impl Invocation {
         let operands: Vec<_> = signature.operands.iter().map(|name| (*name, operand(name))).collect();
         let given = operands.iter().rposition(|(_, array)| array.is_some()).map_or(0, |last| last + 1);
         let left_out = |name: &str| {
-            const METADATA: [&str; 7] =
-                ["seqused_k", "block_table", "seqused_q", "leftpad_k", "q_offset", "k_start", "k_end"];
+            const METADATA: [&str; 8] =
+                ["seqused_k", "block_table", "seqused_q", "leftpad_k", "q_offset", "k_start", "k_end", "tree_mask"];
             let is_metadata = METADATA.contains(&name);
             Array::left_out(if is_metadata { I32 } else { F32 })
         };

@@ -64,6 +64,7 @@ pub fn latent_call(random: &mut Random) -> (BatchSpec, MemoryLayout) {
         mask: if random.chance(30) { Mask::CAUSAL } else { mask },
         alibi: super::Alibi::Off,
         key_bounds: super::KeyBounds::None,
+        tree: None,
         scales: [ScaleKind::None, scale, ScaleKind::None],
         ..spec
     };

@@ -75,6 +75,7 @@ mod simple_add;
 mod strided;
 mod summary;
 mod test_device;
+mod tree_mask;
 pub mod valid_calls;
 
 pub use self::{
@@ -82,5 +83,5 @@ pub use self::{
     call_frame::*, covering_array::*, expected_rows::*, gather_case::*, gradient_case::*, gradients::*, guard_page::*,
     host::*, invocation::*, library_call::*, memory_layout::*, mla_case::*, named_batches::*, oracle::*,
     paged_update_case::*, pairwise_options::*, pools::*, random::*, random_calls::*, reference_case::*, rope_case::*,
-    simple_add::*, strided::*, summary::*, test_device::*,
+    simple_add::*, strided::*, summary::*, test_device::*, tree_mask::*,
 };

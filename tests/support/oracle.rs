@@ -3,7 +3,7 @@
 //! [`attend`] is the definition. The error of [`attend_naively`] is the unit of the allowed error. `expected_rows`
 //! applies both to whole calls.
 
-use super::{Array, BF16, Dtype, F8E4M3FN, F16, F32, KvGeometry, Numbers};
+use super::{Array, BF16, Dtype, F8E4M3FN, F16, F32, KvGeometry, Numbers, shown};
 use half::{bf16, f16};
 use std::ops::Range;
 
@@ -112,6 +112,9 @@ pub type RowOf<'a> = Box<dyn Fn(usize) -> &'a [f64] + 'a>;
 /// A function from a query to its entries of `k_start` and `k_end`.
 pub type BoundsOf<'a> = Box<dyn Fn(usize) -> (Option<i32>, Option<i32>) + 'a>;
 
+/// Whether a query attends to the key of another one.
+pub type TreeOf<'a> = Box<dyn Fn(usize, usize) -> bool + 'a>;
+
 /// The inputs of one query head of one sequence.
 pub struct Head<'a> {
     pub len_q: usize,
@@ -119,6 +122,8 @@ pub struct Head<'a> {
     pub leftpad: usize,
     /// Entries of `k_start` and `k_end` of a query.
     pub bounds: BoundsOf<'a>,
+    /// The tree, if the sequence has one.
+    pub tree: Option<TreeOf<'a>>,
     /// D and Dv.
     pub dims: [usize; 2],
     /// `[D]`.
@@ -130,8 +135,10 @@ pub struct Head<'a> {
 }
 
 impl Head<'_> {
-    pub(super) fn visible(&self, mask: Mask, i: usize) -> Range<usize> {
-        bounded(mask.visible(i, self.len_q, self.len_k, self.leftpad), (self.bounds)(i))
+    pub(super) fn visible(&self, mask: Mask, i: usize) -> Vec<usize> {
+        let mask = if self.tree.is_some() { mask.of_tree() } else { mask };
+        let keys = bounded(mask.visible(i, self.len_q, self.len_k, self.leftpad), (self.bounds)(i));
+        shown(keys, (self.len_q, self.len_k), |j| self.tree.as_ref().is_none_or(|tree| tree(i, j)))
     }
 
     /// The distance of query `i` and key `j`.
@@ -180,8 +187,8 @@ pub fn attend(head: &Head, i: usize, score: &Score) -> AttentionRow {
     let scale: f64 = score.scales.map(f64::from).iter().product();
     let cap = f64::from(score.softcap);
     let scores: Vec<f64> = visible
-        .clone()
-        .map(|j| {
+        .iter()
+        .map(|&j| {
             let s = scale * dot((head.query)(i), (head.key)(j));
             let s = if cap > 0.0 { cap * (s / cap).tanh() } else { s };
             score.slope.map_or(s, |slope| s - f64::from(slope) * head.distance(score.mask, i, j))
@@ -191,7 +198,7 @@ pub fn attend(head: &Head, i: usize, score: &Score) -> AttentionRow {
     let largest = scores.iter().copied().fold(sink, f64::max);
     let denominator: f64 = scores.iter().map(|s| (s - largest).exp()).sum::<f64>() + (sink - largest).exp();
     let mut out = vec![0.0; head.dims[1]];
-    for (j, s) in visible.zip(&scores) {
+    for (j, s) in visible.into_iter().zip(&scores) {
         let p = f64::from(score.v_scale) * (s - largest).exp() / denominator;
         for (o, v) in out.iter_mut().zip((head.value)(j)) {
             *o += p * v;
@@ -204,7 +211,7 @@ pub fn attend(head: &Head, i: usize, score: &Score) -> AttentionRow {
 pub fn largest_magnitude(head: &Head, i: usize, score: &Score) -> f64 {
     let scale: f64 = score.scales.map(f64::from).iter().product();
     let magnitude = |j| (head.query)(i).iter().zip((head.key)(j)).map(|(a, b)| (a * b).abs()).sum::<f64>();
-    head.visible(score.mask, i).map(magnitude).fold(0.0, f64::max) * scale.abs()
+    head.visible(score.mask, i).into_iter().map(magnitude).fold(0.0, f64::max) * scale.abs()
 }
 
 /// The formula in arrays of `dtype`: products accumulate in f32, each intermediate array is rounded to `dtype`, and the
@@ -249,8 +256,8 @@ fn attend_rounding(
     let scale: f32 = score.scales.iter().product();
     let cap = score.softcap;
     let scores: Vec<f32> = visible
-        .clone()
-        .map(|j| {
+        .iter()
+        .map(|&j| {
             let s = round(scale * round(dot_in_f32((head.query)(i), (head.key)(j))));
             let s = if cap > 0.0 { round(cap * round((s / cap).tanh())) } else { s };
             score.slope.map_or(s, |slope| round(s - round(slope * head.distance(score.mask, i, j) as f32)))
@@ -260,7 +267,7 @@ fn attend_rounding(
     let largest = scores.iter().copied().fold(sink, f32::max);
     let denominator: f32 = scores.iter().map(|s| (s - largest).exp()).sum::<f32>() + (sink - largest).exp();
     let mut out = vec![0.0f32; head.dims[1]];
-    for (j, s) in visible.zip(&scores) {
+    for (j, s) in visible.into_iter().zip(&scores) {
         let p = round(weigh((s - largest).exp()) / denominator);
         for (o, v) in out.iter_mut().zip((head.value)(j)) {
             *o += p * *v as f32;

@@ -233,6 +233,9 @@ impl PairwiseOptions {
     fn call(&self, row: &[usize], seed: u64) -> Option<(Op, BatchSpec, MemoryLayout, GradientOptions)> {
         let of = self.chosen(&row.iter().copied().enumerate().collect::<Vec<_>>());
         let (head_dim, value_dim) = of.head_dims?;
+        // Trees, of `paged_attention` and on GPUs up to 256 columns alone, are beside the covering array.
+        let has_trees = of.target? == Op::PagedAttention && head_dim.max(value_dim) <= 256;
+        let tree = [None, Some(18), Some(40)][seed as usize % 3].filter(|_| has_trees);
         let spec = BatchSpec {
             dtypes: of.dtypes?,
             heads: of.heads?,
@@ -242,6 +245,7 @@ impl PairwiseOptions {
             leftpad: of.leftpad?,
             q_offset: of.q_offset?,
             key_bounds: of.key_bounds?,
+            tree,
             mask: Mask { top_left: of.top_left?, ..of.mask? },
             softcap: of.softcap?,
             alibi: of.alibi?,

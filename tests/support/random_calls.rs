@@ -83,7 +83,8 @@ fn paged_storage(random: &mut Random) -> MemoryLayout {
 /// A random call of `paged_attention`.
 pub fn paged_call(random: &mut Random) -> (BatchSpec, MemoryLayout) {
     let mask = if random.below(3) < 2 { Mask::CAUSAL } else { Mask::sliding(random.between(1, 49) as i64) };
-    (BatchSpec { mask, ..spec(random) }, paged_storage(random))
+    let tree = random.one_of(&[None, None, None, Some(40), Some(33), Some(8), Some(1), Some(0)]);
+    (BatchSpec { tree, mask, ..spec(random) }, paged_storage(random))
 }
 
 /// A random call of `flash_attn_varlen`. Dv differs from D only where values have a separate buffer.

@@ -127,7 +127,7 @@ impl BlockRows {
     /// Give keys that no query of a tile attends to the addresses of one that some query attends to: their probabilities
     /// are 0, which times a NaN or an Inf in a value would be NaN. Returns whether there is a key with queries.
     pub(super) fn hide_unattended(&mut self, sequence: &Sequence, queries: &Range<usize>, window: Window) -> bool {
-        if sequence.ranges.is_none() {
+        if !sequence.has_row_masks() {
             return true;
         }
         let mut attended = [false; BLOCK];

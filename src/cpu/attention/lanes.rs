@@ -2,6 +2,7 @@
 
 use super::block_rows::BLOCK;
 use super::plan::WorkTile;
+use super::row_trees::RowTree;
 use super::sequences::{Sequence, Window};
 use crate::cpu::simd::{MAX_LANES, Simd};
 use crate::problem::attention::Attention;
@@ -22,6 +23,10 @@ pub(super) struct FwdLanes {
     position: Vec<i32>,
     /// `[KV heads of the work tile][lanes]`, empty without ALiBi.
     slopes: Vec<f32>,
+    /// The tree of the sequence.
+    tree: RowTree,
+    /// Query and key offset of each lane, empty without a tree.
+    queries: Vec<(usize, usize)>,
 }
 
 impl FwdLanes {
@@ -43,6 +48,8 @@ impl FwdLanes {
         self.high.clear();
         self.position.clear();
         self.slopes.clear();
+        self.queries.clear();
+        self.tree = sequence.tree;
         for lane in 0..tile.lanes {
             let query = tile.queries.start + row_of_lane(lane) / group;
             let visible = sequence.visible(query, window);
@@ -50,6 +57,9 @@ impl FwdLanes {
             self.low.push(visible.start as i32 - key_offset);
             self.high.push(visible.end as i32 - key_offset);
             self.position.push(sequence.position(query) as i32 - key_offset);
+            if self.tree.exists() {
+                self.queries.push((query, key_offset as usize));
+            }
         }
         let Some(alibi) = problem.score.alibi else { return };
         let first = if alibi.per_sequence { index * problem.num_q_heads } else { 0 };
@@ -79,7 +89,8 @@ impl FwdLanes {
     #[inline(always)]
     pub(super) fn visible_to_all(&self, lanes: &Range<usize>, first: usize, keys: &Range<usize>) -> bool {
         let (start, end) = ((first + keys.start) as i64, (first + keys.end) as i64);
-        lanes.clone().all(|lane| i64::from(self.low[lane]) <= start && end <= i64::from(self.high[lane]))
+        let is_in_range = |lane: usize| i64::from(self.low[lane]) <= start && end <= i64::from(self.high[lane]);
+        lanes.clone().all(is_in_range) && self.tree.is_past(first + keys.end)
     }
 
     /// (low, high) of a vector of lanes, relative to `first`: a lane attends to key j of the block that begins there if
@@ -90,6 +101,19 @@ impl FwdLanes {
         const LIMIT: i64 = 2 * BLOCK as i64;
         let clamped = |x: i64| x.clamp(-LIMIT, LIMIT);
         (relative(simd, &self.low[lane..], first, clamped), relative(simd, &self.high[lane..], first, clamped))
+    }
+
+    /// Whether the tree may hide keys before `end`.
+    #[inline(always)]
+    pub(super) fn has_tree_before(&self, end: usize) -> bool {
+        !self.tree.is_past(end)
+    }
+
+    /// Whether the tree hides from a lane its key of the step at key `key` of the sequence.
+    #[inline(always)]
+    pub(super) fn is_hidden_by_tree(&self, lane: usize, key: usize) -> bool {
+        let (query, key_offset) = self.queries[lane];
+        !self.tree.shows(query, key + key_offset)
     }
 
     /// (position relative to `first`, slope) of a vector of lanes, for KV head number `head` of the work tile; `None`

@@ -29,6 +29,7 @@ pub(super) mod packing;
 mod plan;
 mod prefetcher;
 mod row_ranges;
+mod row_trees;
 pub(super) mod score;
 pub(super) mod sequences;
 mod softmax;

@@ -86,7 +86,18 @@ pub(super) struct KeyPositions {
 impl KeyPositions {
     #[inline(always)]
     pub(super) fn of_step(&self, step: usize) -> f32 {
-        (self.first + step / self.alternating * self.stride + step % self.alternating) as f32
+        self.key_of_step(step) as f32
+    }
+
+    #[inline(always)]
+    pub(super) fn key_of_step(&self, step: usize) -> usize {
+        self.first + step / self.alternating * self.stride + step % self.alternating
+    }
+
+    /// No key of a step, of any lane, is at this position or after it.
+    #[inline(always)]
+    pub(super) fn end(&self) -> usize {
+        self.first + self.steps.div_ceil(self.alternating) * self.stride
     }
 }
 
@@ -162,6 +173,15 @@ impl SimdKernel for ApplyMaskAndBias<'_> {
                 }
                 // SAFETY: the vector that was loaded above.
                 unsafe { simd.store(at, s) };
+            }
+            if masked && lanes.has_tree_before(first + positions.end()) {
+                for step in 0..positions.steps {
+                    let key = first + positions.key_of_step(step);
+                    for i in (0..S::LANES).filter(|i| lanes.is_hidden_by_tree(lane + i, key)) {
+                        // SAFETY: one of the vectors of `scores`, as above, which has LANES elements.
+                        unsafe { self.scores.add((step * self.vectors + v) * S::LANES + i).write(f32::NEG_INFINITY) };
+                    }
+                }
             }
         }
     }

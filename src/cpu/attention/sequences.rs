@@ -2,6 +2,7 @@
 //! attends to.
 
 use super::row_ranges::RowRanges;
+use super::row_trees::RowTree;
 use crate::error::{Result, with_room};
 use crate::problem::attention::{Attention, KeyStorage, Score, position_of_query_0};
 use std::ops::Range;
@@ -18,6 +19,8 @@ pub(in crate::cpu) struct Sequence {
     pub(in crate::cpu) shift: i64,
     /// Bounds of the keys of each query.
     pub(in crate::cpu) ranges: RowRanges,
+    /// The tree among the newest keys.
+    pub(in crate::cpu) tree: RowTree,
     pub(in crate::cpu) keys: SequenceKeys,
 }
 
@@ -69,19 +72,28 @@ impl Sequence {
         i as i64 + self.shift
     }
 
-    /// Keys that query `i` attends to; an empty range is `0..0`.
+    /// Whether each query has keys of its own, so that queries next to each other may attend to keys that are not.
+    pub(in crate::cpu) fn has_row_masks(&self) -> bool {
+        !self.ranges.is_none() || self.tree.exists()
+    }
+
+    /// Keys that query `i` attends to, but for those among them that the tree hides; an empty range is `0..0`.
     pub(in crate::cpu) fn visible(&self, i: usize, window: Window) -> Range<usize> {
         let position = self.position(i);
         let low = if window.left < 0 { 0 } else { position.saturating_sub(window.left) };
-        let high = if window.right < 0 { i64::MAX } else { position.saturating_add(window.right).saturating_add(1) };
+        let high = if window.right < 0 || self.tree.exists() {
+            i64::MAX
+        } else {
+            position.saturating_add(window.right).saturating_add(1)
+        };
         let (low, high) = self.ranges.bound(i, low.max(self.leftpad as i64)..high.min(self.len_k as i64));
         if low < high { low as usize..high as usize } else { 0..0 }
     }
 
     /// Keys that at least one of the queries attends to, from the first to the last. Without bounds per row there is no gap
-    /// between: the ranges of consecutive queries overlap or touch. With them there may be ([`Self::cover`]).
+    /// between: the ranges of consecutive queries overlap or touch. With them or a tree there may be ([`Self::cover`]).
     pub(in crate::cpu) fn visible_to_any(&self, queries: &Range<usize>, window: Window) -> Range<usize> {
-        if !self.ranges.is_none() {
+        if self.has_row_masks() {
             let of_queries = queries.clone().map(|i| self.visible(i, window)).filter(|keys| !keys.is_empty());
             return of_queries.reduce(|a, b| a.start.min(b.start)..a.end.max(b.end)).unwrap_or(0..0);
         }
@@ -116,11 +128,19 @@ impl Sequence {
     ) -> bool {
         // How many ranges begin at a key, less those that have ended before it.
         let mut steps = [0i64; LONGEST_COVER + 1];
+        let (len, newest) = (covered.len(), self.tree.first());
+        let relative = |key: usize| key.saturating_sub(first).min(len);
         for i in queries.clone() {
             let keys = self.visible(i, window);
-            let relative = |key: usize| key.saturating_sub(first).min(covered.len());
+            let older_end = keys.end.min(newest).max(keys.start);
             steps[relative(keys.start)] += 1;
-            steps[relative(keys.end)] -= 1;
+            steps[relative(older_end)] -= 1;
+            for key in relative(older_end)..relative(keys.end) {
+                if self.tree.shows(i, first + key) {
+                    steps[key] += 1;
+                    steps[key + 1] -= 1;
+                }
+            }
         }
         let mut ranges = 0;
         for (covered, step) in covered.iter_mut().zip(steps) {
@@ -208,7 +228,9 @@ unsafe fn sequence(problem: &Attention, b: usize, ends: &mut Ends) -> Sequence {
     let shift = position_of_query_0(&problem.score, offset, len_q, len_k);
     // SAFETY: the bounds have Tq elements, and the rows are some of them.
     let ranges = unsafe { RowRanges::of(&queries.key_ranges, rows.start, len_q) };
-    Sequence { first_row: rows.start, len_q, len_k, leftpad: leftpad.min(len_k), shift, ranges, keys: stored }
+    // SAFETY: the mask is that of B sequences, and b is below B.
+    let tree = unsafe { RowTree::of(queries.tree, b, len_q, len_k) };
+    Sequence { first_row: rows.start, len_q, len_k, leftpad: leftpad.min(len_k), shift, ranges, tree, keys: stored }
 }
 
 /// Elements b and b + 1 of `starts`.
@@ -279,8 +301,8 @@ mod tests {
         ] {
             let shift = if top_left { 0 } else { len_k as i64 - len_q as i64 };
             let keys = SequenceKeys::Rows(0);
-            let ranges = RowRanges::NONE;
-            let sequence = Sequence { first_row: 0, len_q, len_k, leftpad, shift, ranges, keys };
+            let (ranges, tree) = (RowRanges::NONE, RowTree::NONE);
+            let sequence = Sequence { first_row: 0, len_q, len_k, leftpad, shift, ranges, tree, keys };
             for window in windows.iter().flatten() {
                 for (first, last) in (0..len_q).flat_map(|a| (a..len_q).map(move |b| (a, b))) {
                     let expected: Vec<usize> = (0..len_k)

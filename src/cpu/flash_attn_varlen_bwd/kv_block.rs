@@ -60,7 +60,7 @@ impl KvBlock {
         let (k, v) = (&forward.k, &forward.v);
         // The probabilities of keys that no query of the tile attends to are 0, which times a NaN in a key would be NaN.
         let (sequence, mut attended) = (&plan.sequences[tile.sequence], [true; KEYS]);
-        if !sequence.ranges.is_none() {
+        if sequence.has_row_masks() {
             sequence.cover(&tile.queries, Window::of(&forward.score), keys.start, &mut attended[..keys.len()]);
         }
         for (view, rows, interleaved, d) in

@@ -12,10 +12,10 @@ mod fused;
 mod hopper;
 mod hopper_split_kv;
 mod index_divisor;
-mod key_ranges;
 mod latent;
 pub(super) mod params;
 mod portable;
+mod row_masks;
 mod split;
 pub(super) mod tiles;
 
@@ -23,6 +23,7 @@ use super::device::Device;
 use super::kernel_launch;
 use super::params::attention::{AttentionParams, NewTokens};
 use super::params::key_ranges::KeyRangeParams;
+use super::params::tree_mask::RowMaskParams;
 use crate::error::Result;
 use crate::problem::attention::Attention;
 use crate::problem::kv_cache_update::KvCacheUpdate;
@@ -39,7 +40,7 @@ type Strategy = for<'c> fn(&Call<'c>) -> Result<Option<Launches<'c>>>;
 
 /// The strategies, in the order in which they are tried.
 const STRATEGIES: [Strategy; 8] = [
-    key_ranges::launches,      // rows with bounds of their keys
+    row_masks::launches,       // rows with masks of their own
     cluster_decode::launches,  // few sequences, all short
     decode::launches,          // all sequences are short
     hopper::launches_for_all,  // nearly all sequences are long
@@ -125,6 +126,7 @@ fn max_tiles(packed: i64, tile: i64, sequences: i64) -> i64 {
 enum Parameter<'c> {
     Attention(AttentionParams),
     KeyRanges(Box<KeyRangeParams>),
+    RowMasks(Box<RowMaskParams>),
     Prefill(PrefillParameter<'c>),
     Fused(Box<FusedParameter<'c>>),
 }
@@ -134,6 +136,7 @@ impl kernel_launch::Parameter for Parameter<'_> {
         match self {
             Self::Attention(params) => params.pass(enqueue),
             Self::KeyRanges(params) => params.pass(enqueue),
+            Self::RowMasks(params) => params.pass(enqueue),
             Self::Prefill(of) => of.params()?.pass(enqueue),
             Self::Fused(of) => of.params()?.pass(enqueue),
         }
@@ -246,6 +249,7 @@ pub(super) mod tests {
                 used: None,
                 offset: None,
                 key_ranges: KeyRanges::NONE,
+                tree: None,
                 longest: 0,
             },
             keys: Keys {
@@ -312,6 +316,7 @@ pub(super) mod tests {
         match parameter {
             Parameter::Attention(params) => (params.min_queries, params.max_queries),
             Parameter::KeyRanges(params) => (params.attention.min_queries, params.attention.max_queries),
+            Parameter::RowMasks(params) => (params.attention.min_queries, params.attention.max_queries),
             Parameter::Prefill(PrefillParameter { attention, .. }) => (attention.min_queries, attention.max_queries),
             Parameter::Fused(of) => {
                 let FusedParameter { prefill, decode } = &**of;

@@ -22,6 +22,7 @@ pub(crate) mod rope_kv_cache_update;
 pub(crate) mod simple_add;
 pub(crate) mod slots;
 pub(crate) mod tensor_map;
+pub(crate) mod tree_mask;
 
 /// The parameter of a kernel.
 ///
@@ -53,4 +54,5 @@ kernel_params!(
     merge_attention_states::MergeStatesParams,
     rope_kv_cache_update::RopeParams,
     simple_add::SimpleAddParams,
+    tree_mask::RowMaskParams,
 );

@@ -22,11 +22,16 @@ pub(crate) fn corrupt(case: &mut AttentionCase, seed: u64) {
             }
         }
     }
+    for word in case.tree_mask.iter_mut().flat_map(|mask| &mut mask.words) {
+        if random.below(share) == 0 {
+            *word = random.next() as i32;
+        }
+    }
     if random.below(4) == 0 {
         *num_seqs = random.hostile_i32();
     }
     case.name = format!(
-        "starts {:?} and {:?}, lengths {:?} and {:?}, leftpad_k {:?}, q_offset {:?}, key ranges {:?} to {:?}, table {:?} by {}, num_seqs {}: {}",
+        "starts {:?} and {:?}, lengths {:?} and {:?}, leftpad_k {:?}, q_offset {:?}, key ranges {:?} to {:?}, trees {:?}, table {:?} by {}, num_seqs {}: {}",
         case.cu_seqlens_q,
         case.cu_seqlens_k,
         case.seqused_q,
@@ -35,6 +40,7 @@ pub(crate) fn corrupt(case: &mut AttentionCase, seed: u64) {
         case.q_offset,
         case.k_start,
         case.k_end,
+        case.tree_mask,
         case.block_table,
         case.max_pages,
         case.num_seqs,

@@ -203,7 +203,8 @@ fn attention_results<'a, M>(of: &Tensors<'a, M>) -> AttentionResults<'a, M> {
 
 fn paged_options<'a, M: Memory>(of: &Tensors<'a, M>) -> PagedAttentionOptions<'a, M> {
     named!(of => PagedAttentionOptions {
-        scale, sliding_window, soft_cap, alibi_slopes, sinks, q_scale, k_scale, v_scale, k_start, k_end, batch_invariant,
+        scale, sliding_window, soft_cap, alibi_slopes, sinks, q_scale, k_scale, v_scale, k_start, k_end, tree_mask,
+        batch_invariant,
     })
 }
 

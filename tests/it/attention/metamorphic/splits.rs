@@ -55,6 +55,7 @@ pub(crate) fn merging_the_states_of_two_splits_gives_the_whole(op: Operator) {
 
 pub(crate) fn paged_attention_equals_causal_flash_attn_varlen(op: Operator) {
     op.for_calls(32, |spec, memory_layout, _| {
+        let spec = BatchSpec { tree: None, ..spec };
         let of = |batch: &Batch| [op, Operator::FlashAttnVarlen].map(|op| attend(op, batch, &memory_layout));
         // With `batch_invariant` both operators must give the same bits.
         let [paged, flash] = of(&BatchSpec { batch_invariant: true, ..spec.clone() }.batch());
@@ -78,7 +79,7 @@ pub(crate) fn chunked_prefill_equals_whole_prefill(op: Operator) {
     for_f32_calls(op, 24, |spec, memory_layout, random| {
         let step = random.between(1, 19);
         let lengths = spec.lengths.iter().map(|&(_, len_k)| (len_k, len_k)).collect();
-        let batch = BatchSpec { lengths, ..spec }.batch();
+        let batch = BatchSpec { lengths, tree: None, ..spec }.batch();
         for (whole, sequence) in attend(op, &batch, &memory_layout).iter().zip(&batch.sequences) {
             // One ragged batch holds all chunks, each over the keys up to its end.
             let end = |start: usize| (start + step).min(sequence.len_q);
