@@ -157,6 +157,12 @@ def key_ranges(queries):
     return {"k_start": starts, "k_end": starts + rows * 5 % 19 - 1}
 
 
+def tree_mask(q_max):
+    """Random bits for the trees of six sequences; those of more rows have none."""
+    bits = np.random.default_rng(q_max).integers(-(2**31), 2**31, (6, q_max, -(-q_max // 32)))
+    return {"tree_mask": bits.astype(np.int32)}
+
+
 PAGED = ("query", "kv_cache", "context_lens", "block_tables", "query_start_loc", "num_seqs")
 _SCORES = (
     {},
@@ -172,6 +178,9 @@ _SCORES = (
     {"num_seqs": 5},
     key_ranges(batch(SEQUENCES)[0]),
     {"k_end": key_ranges(batch(SEQUENCES)[0])["k_end"]},
+    tree_mask(9),
+    {"sliding_window": 7, **tree_mask(4)},
+    {**key_ranges(batch(SEQUENCES)[0]), **tree_mask(40)},
 )
 
 

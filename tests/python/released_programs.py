@@ -53,6 +53,11 @@ def _paged_ranges(q, cache, *rest):
     return xa.paged_attention(q, cache, *sequences, scale=0.25, k_start=k_start, k_end=k_end)
 
 
+def _paged_trees(q, cache, *rest):
+    *sequences, tree_mask = rest
+    return xa.paged_attention(q, cache, *sequences, scale=0.25, tree_mask=tree_mask)
+
+
 def _gradients(q, k, v, starts):
     return jax.grad(lambda *x: _varlen(*x, starts)[0].sum(), (0, 1, 2))(q, k, v)
 
@@ -74,6 +79,10 @@ PROGRAMS = {
     "simple_add": (xa.simple_add, (spec(4), spec(4))),
     "paged_attention": (_paged, (spec(3, 2, 8), spec(4, 2, 2, 8), *SEQUENCES, SLOPES, SLOPES, SCALE)),
     "paged_attention.key_ranges": (_paged_ranges, (spec(3, 2, 8), spec(4, 2, 2, 8), *SEQUENCES, *RANGES)),
+    "paged_attention.tree_mask": (
+        _paged_trees,
+        (spec(3, 2, 8), spec(4, 2, 2, 8), *SEQUENCES, spec(2, 3, 1, dtype=I32)),
+    ),
     "kv_cache_update": (xa.kv_cache_update, (spec(4, 2, 2, 8), *ROWS)),
     "kv_cache_update_split": (lambda k, v, *rows: xa.kv_cache_update((k, v), *rows), (spec(4, 2, 1, 8),) * 2 + ROWS),
     "flash_attn_varlen": (_varlen, VARLEN),

@@ -203,6 +203,7 @@ def step(heads, kv_layout):
 
 
 SEQUENCES = "context_lens block_tables query_start_loc num_seqs"
+TREES = np.arange(6, dtype=np.int32).reshape(3, 2, 1)
 SCORES = "sinks alibi_slopes k_scale v_scale scale return_lse"
 # For each function: its sharded operands, its other arguments, and the specs of its results, where "cache" stands for
 # the spec of the cache. Caches come first; updated ones are donated.
@@ -219,11 +220,11 @@ FUNCTIONS = {
 }
 
 
-def paged_step(function, kv_layout="interleaved", *, heads=HEADS, replicated=()):
+def paged_step(function, kv_layout="interleaved", *, heads=HEADS, replicated=(), **options):
     """A paged function; operands that `replicated` names are not sharded, so that the cache determines the sharding."""
     names, others, results = FUNCTIONS[function]
     names, new = names.split(), step(heads, kv_layout)
-    constant = {name: new[name] for name in others.split()}
+    constant = {name: new[name] for name in others.split()} | options
     caches = 2 if kv_layout == "split" else 1
 
     def call(*operands):
@@ -393,6 +394,8 @@ CASES = {
         if layout != "split"
     },
     "paged": lambda _: paged_step(paged_attention),
+    "paged, trees": lambda _: paged_step(paged_attention, tree_mask=TREES),
+    "paged update, trees": lambda _: paged_step(paged_attention_update, tree_mask=TREES),
     "paged, replicated queries": lambda _: paged_step(paged_attention, replicated=("query",)),
     "paged, equal numbers of heads": lambda _: paged_step(paged_attention, heads=(4, 4)),
     "paged, cache split between K and V": lambda _: paged_step(paged_attention, heads=(8, 2)),

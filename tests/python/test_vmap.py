@@ -30,11 +30,15 @@ CASES = {
         ("alibi_slopes (6, 8)", f"query kv_cache {SEQUENCES}", 1),
         ("sinks", f"query kv_cache {SEQUENCES}", 1),
         ("sinks", f"query kv_cache {SEQUENCES} sinks", 0),
+        ("tree_mask (6, 9, 1)", f"query kv_cache {SEQUENCES} tree_mask", 1),
+        ("sliding_window+tree_mask (6, 4, 1)", f"query {SEQUENCES}", 1),
+        ("k_start+k_end+tree_mask (6, 40, 2)", "k_end tree_mask", 1),
     ],
     "paged_attention_update": [
         ("plain", f"query kv_cache {SEQUENCES} {ROWS}", 1),
         ("plain", f"query {SEQUENCES} {ROWS}", 1),
         ("plain", "query kv_cache key value", 1),
+        ("tree_mask (6, 9, 1)", f"query kv_cache {SEQUENCES} {ROWS} tree_mask", 1),
     ],
     "mla_paged_attention": [
         ("plain", "q", 1),
@@ -103,6 +107,7 @@ METADATA = {
     "q_offset": lambda x: [x, x[::-1], x // 2],
     "k_start": lambda x: [x, x[::-1], x // 2],
     "k_end": lambda x: [x, x + 3, np.r_[-4, 100, x[2:]]],
+    "tree_mask": lambda x: [x, x[::-1], ~x],
 }
 
 

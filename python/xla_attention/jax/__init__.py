@@ -46,6 +46,7 @@ from ._register import export_disabled_checks, register_targets
 from ._rope_kv_cache_update import rope_kv_cache_update
 from ._sharding_warning import GatherWarning
 from ._simple_add import simple_add
+from ._tree_mask import pack_tree_mask, tree_mask_from_custom_mask, tree_mask_from_packed_custom_mask
 from ._zigzag_order import inverse_zigzag_order, zigzag_order
 
 register_targets()
@@ -65,6 +66,7 @@ __all__ = [
     "merge_attention_states",
     "mla_paged_attention",
     "mla_paged_attention_update",
+    "pack_tree_mask",
     "paged_attention",
     "paged_attention_update",
     "ragged_paged_attention",
@@ -72,5 +74,7 @@ __all__ = [
     "register_targets",
     "rope_kv_cache_update",
     "simple_add",
+    "tree_mask_from_custom_mask",
+    "tree_mask_from_packed_custom_mask",
     "zigzag_order",
 ]

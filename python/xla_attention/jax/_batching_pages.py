@@ -96,6 +96,11 @@ def concat_sequences(
     return append_empty_sequence(lens), append_empty_sequence(tables), concat_cu_seqlens(starts, rows), total_seqs
 
 
+def concat_trees(axis_size: int, is_batched: bool, tree_mask: Array | None) -> Array | None:
+    """``tree_mask`` of n calls as that of the sequences of `concat_sequences`."""
+    return None if tree_mask is None else append_empty_sequence(batch_at_front(axis_size, is_batched, tree_mask))
+
+
 def split_lse_of_sequences(lse: Array, axis_size: int, starts: Array) -> Array:
     """``[Hq, n T]`` as ``[n, Hq, T]``, with -inf in rows that belong to no sequence of their call.
 

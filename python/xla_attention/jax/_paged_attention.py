@@ -17,6 +17,7 @@ from ._batching_pages import (
     concat_caches,
     concat_score_operands,
     concat_sequences,
+    concat_trees,
     split_lse_of_sequences,
 )
 from ._call import Array, scale_operand, static_attributes, static_bool
@@ -24,6 +25,7 @@ from ._indices import index_operand, optional_index_operand
 from ._no_gradient import without_gradient
 from ._sharding import ShardingRule, drop_absent, partitioned
 from ._sharding_dims import score_dims, sequence_dims
+from ._tree_mask import tree_operand
 
 # The alternative that has a gradient, for the error of attention over pages.
 WITH_GRADIENT = "flash_attn_varlen over packed keys [Tk, Hkv, D] has gradients"
@@ -48,6 +50,7 @@ def paged_attention(
     v_scale: Array | float | None = None,
     k_start: Array | None = None,
     k_end: Array | None = None,
+    tree_mask: Array | None = None,
     batch_invariant: bool = False,
     return_lse: bool = False,
     out_dtype: Any = None,  # noqa: ANN401
@@ -78,6 +81,8 @@ def paged_attention(
     v_scale : Array or float, optional
     k_start : Array, optional
     k_end : Array, optional
+    tree_mask : Array, optional
+        ... `pack_tree_mask` makes it of booleans.
     batch_invariant : bool
     return_lse : bool
         Whether to return `softmax_lse` too.
@@ -125,7 +130,7 @@ def paged_attention(
     attributes = score_attributes("xla_gpu_paged_attention", batch_invariant, scale, sliding_window, soft_cap)
     query = jnp.asarray(query)
     operands = (query, jnp.asarray(kv_cache), *metadata(context_lens, block_tables, query_start_loc, num_seqs))
-    optional = score_operands(alibi_slopes, sinks, q_scale, k_scale, v_scale) + range_operands(k_start, k_end)
+    optional = score_operands(alibi_slopes, sinks, q_scale, k_scale, v_scale) + mask_operands(k_start, k_end, tree_mask)
     dtype = output_dtype(query.dtype, out_dtype)
     return _paged_attention(Static(*attributes, dtype, static_bool("return_lse", return_lse)), *operands, *optional)
 
@@ -161,9 +166,10 @@ def score_operands(
     return (*vectors, *map(scale_operand, scales))
 
 
-def range_operands(k_start: Array | None, k_end: Array | None) -> tuple[Array | None, ...]:
-    """The bounds of the keys of each row, as i32."""
-    return optional_index_operand("k_start", k_start), optional_index_operand("k_end", k_end)
+def mask_operands(k_start: Array | None, k_end: Array | None, tree_mask: Array | None) -> tuple[Array | None, ...]:
+    """The bounds of the keys of each row, as i32, and the bits of the trees."""
+    ranges = optional_index_operand("k_start", k_start), optional_index_operand("k_end", k_end)
+    return *ranges, tree_operand(tree_mask)
 
 
 class Static(NamedTuple):
@@ -204,7 +210,7 @@ def _ffi_call(static: Static, *operands: Array | None) -> tuple[Array, ...]:
 
 
 def _sharding_rule(static: Static, *operands: Array | None) -> ShardingRule:
-    dims = ("tHd", "Pscd", *sequence_dims(operands[5]), *score_dims(*operands[6:11]), "t", "t")
+    dims = ("tHd", "Pscd", *sequence_dims(operands[5]), *score_dims(*operands[6:11]), "t", "t", "...")
     return ShardingRule(drop_absent(dims, operands), ("tHd", "Ht")[: 1 + static.return_lse])
 
 
@@ -214,7 +220,8 @@ def _batching_rule(
     query, cache, *sequences = operands[:6]
     query = batch_at_front(axis_size, in_batched[0], query)
     scores = concat_score_operands(axis_size, in_batched[6:11], operands[6:11], sequences[0].shape[-1])
-    ranges = concat_batches(axis_size, in_batched[11:], operands[11:])
+    ranges = concat_batches(axis_size, in_batched[11:13], operands[11:13])
+    trees = concat_trees(axis_size, in_batched[13], operands[13])
     if scores is None:
         return None
     pages = cache.shape[1] if in_batched[1] else None
@@ -225,7 +232,7 @@ def _batching_rule(
     def split_results(out: Array, *lse: Array) -> tuple[Array, ...]:
         return split_rows(out, axis_size), *(split_lse_of_sequences(x, axis_size, starts) for x in lse)
 
-    return static, (concat_rows(query), cache, *sequences, *scores, *ranges), split_results
+    return static, (concat_rows(query), cache, *sequences, *scores, *ranges, trees), split_results
 
 
 _attention_call = with_batching(partitioned("xla_gpu_paged_attention", _ffi_call, _sharding_rule), _batching_rule)

@@ -16,12 +16,13 @@ from ._batching_pages import (
     concat_score_operands,
     concat_sequences,
     concat_slot_mapping,
+    concat_trees,
     split_lse_of_sequences,
 )
 from ._call import Array, static_bool
 from ._indices import slot_operand
 from ._no_gradient import without_gradient
-from ._paged_attention import WITH_GRADIENT, Static, metadata, range_operands, score_attributes, score_operands
+from ._paged_attention import WITH_GRADIENT, Static, mask_operands, metadata, score_attributes, score_operands
 from ._sharding import ShardingRule, drop_absent, partitioned
 from ._sharding_dims import score_dims, sequence_dims
 
@@ -48,6 +49,7 @@ def paged_attention_update(
     v_scale: Array | float | None = None,
     k_start: Array | None = None,
     k_end: Array | None = None,
+    tree_mask: Array | None = None,
     batch_invariant: bool = False,
     return_lse: bool = False,
     out_dtype: Any = None,  # noqa: ANN401
@@ -74,7 +76,7 @@ def paged_attention_update(
         ... It has to be the slot where `block_tables` has the token's key: otherwise the rows of that sequence, and of
         any other that reads the slot, are unspecified. For NumPy's int64 under ``jax.jit`` see `kv_cache_update`.
     scale : float
-    sliding_window, soft_cap, alibi_slopes, sinks, q_scale, k_start, k_end, batch_invariant, out_dtype
+    sliding_window, soft_cap, alibi_slopes, sinks, q_scale, k_start, k_end, tree_mask, batch_invariant, out_dtype
         As for `paged_attention`.
     k_scale : Array or float, optional
     v_scale : Array or float, optional
@@ -122,7 +124,7 @@ def paged_attention_update(
         jnp.asarray(value),
         slot_operand("slot_mapping", slot_mapping),
     )
-    optional = score_operands(alibi_slopes, sinks, q_scale, k_scale, v_scale) + range_operands(k_start, k_end)
+    optional = score_operands(alibi_slopes, sinks, q_scale, k_scale, v_scale) + mask_operands(k_start, k_end, tree_mask)
     dtype = output_dtype(query.dtype, out_dtype)
     return _update(Static(*attributes, dtype, static_bool("return_lse", return_lse)), *operands, *optional)
 
@@ -149,7 +151,18 @@ def _ffi_call(static: Static, *operands: Array | None) -> tuple[Array, ...]:
 
 
 def _sharding_rule(static: Static, *operands: Array | None) -> ShardingRule:
-    dims = ("tHd", "Pscd", *sequence_dims(operands[5]), "thd", "thd", ".", *score_dims(*operands[9:14]), "t", "t")
+    dims = (
+        "tHd",
+        "Pscd",
+        *sequence_dims(operands[5]),
+        "thd",
+        "thd",
+        ".",
+        *score_dims(*operands[9:14]),
+        "t",
+        "t",
+        "...",
+    )
     return ShardingRule(drop_absent(dims, operands), ("tHd", "Pscd", "Ht")[: 2 + static.return_lse])
 
 
@@ -158,7 +171,8 @@ def _batching_rule(
 ) -> tuple | None:
     query, cache, *sequences = operands[:6]
     scores = concat_score_operands(axis_size, in_batched[9:14], operands[9:14], sequences[0].shape[-1])
-    ranges = concat_batches(axis_size, in_batched[14:], operands[14:])
+    ranges = concat_batches(axis_size, in_batched[14:16], operands[14:16])
+    trees = concat_trees(axis_size, in_batched[16], operands[16])
     slots = concat_slot_mapping(axis_size, (in_batched[8], in_batched[1]), operands[8], cache)
     if scores is None or slots is None:
         return None
@@ -172,7 +186,7 @@ def _batching_rule(
         lse = (split_lse_of_sequences(x, axis_size, starts) for x in lse)
         return split_rows(out, axis_size), split_rows(cache, axis_size), *lse
 
-    return static, (query, cache, *sequences, key, value, slots, *scores, *ranges), split_results
+    return static, (query, cache, *sequences, key, value, slots, *scores, *ranges, trees), split_results
 
 
 _update_call = with_batching(partitioned("xla_gpu_paged_attention_update", _ffi_call, _sharding_rule), _batching_rule)

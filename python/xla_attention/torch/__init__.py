@@ -22,6 +22,7 @@ from ._paged_attention import paged_attention as xla_gpu_paged_attention
 from ._paged_attention_update import paged_attention_update, paged_attention_update_
 from ._rope_kv_cache_update import rope_kv_cache_update
 from ._simple_add import simple_add
+from ._tree_mask import pack_tree_mask
 from ._xla_ops import provide_xla_ops
 
 __all__ = [
@@ -33,6 +34,7 @@ __all__ = [
     "mla_paged_attention",
     "mla_paged_attention_update",
     "mla_paged_attention_update_",
+    "pack_tree_mask",
     "paged_attention",
     "paged_attention_update",
     "paged_attention_update_",

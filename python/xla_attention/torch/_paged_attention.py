@@ -11,9 +11,10 @@ from .._options import validate_sliding_window
 from ._call import Call, Result, Workspace, f32_operand, index_operand, output_dtype, scale_operand
 from ._define import define, scale_tensor
 from ._plan import planned
+from ._tree_mask import tree_operand
 
 _TARGET = "xla_gpu_paged_attention"
-_NEWER = ("k_start", "k_end")  # operands that are newer than torch's operators
+_NEWER = ("k_start", "k_end", "tree_mask")  # operands that are newer than torch's operators
 # The alternative that has a gradient.
 PACKED = "flash_attn_varlen over packed keys"
 
@@ -38,6 +39,7 @@ def paged_attention(
     v_scale: torch.Tensor | float | None = None,
     k_start: torch.Tensor | None = None,
     k_end: torch.Tensor | None = None,
+    tree_mask: torch.Tensor | None = None,
     batch_invariant: bool = False,
     return_lse: bool = False,
     out_dtype: torch.dtype | None = None,
@@ -69,6 +71,8 @@ def paged_attention(
     v_scale : Tensor or float, optional
     k_start : Tensor, optional
     k_end : Tensor, optional
+    tree_mask : Tensor, optional
+        ... `pack_tree_mask` makes it of booleans.
     batch_invariant : bool
     return_lse : bool
         Whether to return `softmax_lse` too.
@@ -117,7 +121,7 @@ def paged_attention(
     )
     ops = torch.ops.xla_gpu
     op = ops.paged_attention_with_lse if return_lse else ops.paged_attention
-    return op(*arguments, alibi_slopes, sinks, *scales, batch_invariant, out_dtype, k_start, k_end)
+    return op(*arguments, alibi_slopes, sinks, *scales, batch_invariant, out_dtype, k_start, k_end, tree_mask)
 
 
 def ragged_paged_attention(
@@ -188,6 +192,7 @@ def lower(
     out_dtype: torch.dtype | None = None,
     k_start: torch.Tensor | None = None,
     k_end: torch.Tensor | None = None,
+    tree_mask: torch.Tensor | None = None,
     *,
     with_lse: bool,
     target: str = _TARGET,
@@ -222,6 +227,7 @@ def lower(
             "v_scale": scale_operand(v_scale),
             "k_start": index_operand("k_start", k_start),
             "k_end": index_operand("k_end", k_end),
+            "tree_mask": tree_operand(tree_mask),
         },
         (Result(query.shape, dtype), lse),
         operator(target).typed(

@@ -39,6 +39,7 @@ def paged_attention_update(
     v_scale: torch.Tensor | float | None = None,
     k_start: torch.Tensor | None = None,
     k_end: torch.Tensor | None = None,
+    tree_mask: torch.Tensor | None = None,
     batch_invariant: bool = False,
     return_lse: bool = False,
     out_dtype: torch.dtype | None = None,
@@ -59,7 +60,7 @@ def paged_attention_update(
     slot_mapping : Tensor
         ... It has to be the slot where `block_tables` has the token's key: otherwise the rows of that sequence, and of
         any other that reads the slot, are unspecified.
-    scale, sliding_window, soft_cap, alibi_slopes, sinks, q_scale, k_start, k_end
+    scale, sliding_window, soft_cap, alibi_slopes, sinks, q_scale, k_start, k_end, tree_mask
         As for `paged_attention`.
     batch_invariant, return_lse, out_dtype
         As for `paged_attention`.
@@ -97,7 +98,7 @@ def paged_attention_update(
     rows = (query, kv_cache, context_lens, block_tables, query_start_loc, num_seqs, key, value, slot_mapping)
     scales = (scale_tensor(s, query) for s in (q_scale, k_scale, v_scale))
     scores = (scale, sliding_window, soft_cap, alibi_slopes, sinks, *scales)
-    return op(*rows, *scores, batch_invariant, out_dtype, k_start, k_end)
+    return op(*rows, *scores, batch_invariant, out_dtype, k_start, k_end, tree_mask)
 
 
 @planned
