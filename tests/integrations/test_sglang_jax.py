@@ -102,12 +102,12 @@ def test_the_attention_backend_calls_our_kernel(installed, options, sinks):
 
 def test_what_is_not_supported_is_refused(installed):
     own, _, num_pages = metadata()
-    own.custom_mask = jnp.ones(4, jnp.int32)
     attention = backend.FlashAttention(HEADS, KV_HEADS, D, page_size=PAGE, mesh=installed)
     attention.forward_metadata = own
     layer = RadixAttention(HEADS, D, D**-0.5, KV_HEADS, layer_id=0)
+    layer.xai_temperature_len = 1024
     pool = SimpleNamespace(get_fused_kv_buffer=lambda _: jnp.zeros((num_pages, PAGE, 2 * KV_HEADS, 1, D)))
     batch = SimpleNamespace(forward_mode=ForwardMode.EXTEND, spec_info=None)
     rows = (jnp.zeros((sum(NEW), n * D)) for n in (HEADS, KV_HEADS, KV_HEADS))
-    with pytest.raises(NotImplementedError, match="custom_mask is given, expected None"):
+    with pytest.raises(NotImplementedError, match="xai_temperature_len is 1024"):
         attention(*rows, layer, batch, pool)

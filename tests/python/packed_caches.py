@@ -124,6 +124,9 @@ def expected_results(
     q_scale=None,
     k_scale=None,
     v_scale=None,
+    custom_mask=None,
+    mask_aligned_to_cu_kv=False,
+    q_max=None,
 ):
     """`out` in f64, and the updated cache; scales are numbers or one per KV head."""
     kv_cache, out = kv_cache.copy(), np.zeros(queries.shape)
@@ -139,8 +142,11 @@ def expected_results(
             first = align(cu_kv_lens[b], page_size) // page_size
         return page_indices[first + token // page_size], token % page_size
 
+    mask_start = 0
     for b in range(distribution[2]):
         start, end, length = cu_q_lens[b], cu_q_lens[b + 1], kv_lens[b]
+        width = cu_kv_lens[b + 1] - cu_kv_lens[b] if mask_aligned_to_cu_kv else length
+        mask_end = mask_start + (end - start) * width
         position = length - (end - start)
         if update_kv_cache:
             for t in range(start, end):
@@ -161,10 +167,13 @@ def expected_results(
             scores = scores if soft_cap is None else soft_cap * np.tanh(scores / soft_cap)
             distance = position + np.arange(end - start)[:, None] - np.arange(length)
             visible = np.ones(scores.shape, bool) if not use_causal_mask else distance >= 0
+            if custom_mask is not None:
+                visible = custom_mask[mask_start:mask_end].reshape(-1, width)[:, :length] != 0
             if sliding_window is not None:
                 visible &= distance < sliding_window
             weights = np.where(visible, np.exp(scores - scores.max(initial=-1e30)), 0)
             sink = 0 if attention_sink is None else np.exp(attention_sink[h] - scores.max(initial=-1e30))
             total = weights.sum(1, keepdims=True) + sink
             out[start:end, h] = v_scales[g] * (weights @ v) / np.where(total == 0, 1, total)
+        mask_start = mask_end
     return out, kv_cache

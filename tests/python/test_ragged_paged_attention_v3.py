@@ -132,6 +132,38 @@ def test_page_indices_without_gaps(platform, layout, pages_per_seq):
     np.testing.assert_array_equal(cache, expected_cache)
 
 
+def custom_masks(operands, *, aligned):
+    """Random masks of the newest keys, with all older ones visible; `aligned` as `mask_aligned_to_cu_kv`."""
+    random, masks = np.random.default_rng(5), []
+    for b in range(operands["distribution"][2]):
+        rows, keys = operands["cu_q_lens"][b + 1] - operands["cu_q_lens"][b], operands["kv_lens"][b]
+        width = operands["cu_kv_lens"][b + 1] - operands["cu_kv_lens"][b] if aligned else keys
+        mask = random.integers(0, 2, (rows, width), np.int32)
+        mask[:, : keys - rows] = 1
+        mask[:, keys - 1] = 1  # no row without a key
+        masks.append(mask.ravel())
+    return np.concatenate([*masks, np.ones(7, np.int32)])
+
+
+@pytest.mark.parametrize("q_max", [None, 6])
+@pytest.mark.parametrize(
+    "options", [{}, {"sliding_window": 8, "attention_sink": SINKS}, {"mask_aligned_to_cu_kv": True}], ids=str
+)
+def test_masks_of_all_keys_are_trees(platform, options, q_max):
+    aligned = "mask_aligned_to_cu_kv" in options
+    operands = packed_batch(MIXED, ragged=aligned)
+    masks = {"custom_mask": custom_masks(operands, aligned=aligned), "use_causal_mask": False, "q_max": q_max}
+    assert_equals_definition(operands, {**options, **masks, "sm_scale": 0.1})
+
+
+def test_a_large_mask_needs_the_most_rows_of_a_sequence():
+    operands = packed_batch([(1, 1)] * 500)
+    options = {"custom_mask": np.ones(500, np.int32), "use_causal_mask": False}
+    with pytest.raises(ValueError, match=r"q_max is None, expected the most rows of a sequence: S \* T \* T is"):
+        run(operands, options)
+    run(operands, {**options, "q_max": 1})
+
+
 @pytest.mark.parametrize("use_causal_mask", [True, False])
 def test_layers_that_share_a_cache_do_not_read_the_new_rows(platform, use_causal_mask):
     operands = packed_batch(MIXED)
@@ -369,7 +401,8 @@ def test_the_result_may_have_fewer_bits_than_f32_queries(platform):
 
 ONE_HEAD = packed_batch([(1, 3)], heads=(2, 1), d=64, dtype="bfloat16")
 REFUSALS = [
-    ({"custom_mask": np.ones(4)}, NotImplementedError, "custom_mask is given, expected None"),
+    ({"custom_mask": np.ones(4)}, ValueError, "custom_mask is given with use_causal_mask, expected one of them"),
+    ({"q_max": 4}, ValueError, "q_max is 4, expected None without custom_mask"),
     ({"xai_temperature_len": 1024.0}, NotImplementedError, "xai_temperature_len is 1024.0, expected None"),
     ({"softmax_dtype": jnp.bfloat16}, NotImplementedError, "softmax_dtype is bfloat16, expected None or float32"),
     ({"skip_kv_mask": True}, ValueError, "skip_kv_mask is True, expected False with use_causal_mask"),

@@ -23,7 +23,7 @@ def ragged_paged_attention_v3(
     cu_q_lens: Array,
     cu_kv_lens: Array,
     distribution: Array,
-    custom_mask: None = None,
+    custom_mask: Array | None = None,
     attention_sink: Array | float | None = None,
     *,
     causal: int = 1,
@@ -37,13 +37,12 @@ def ragged_paged_attention_v3(
     ----------
     queries, keys, values, kv_cache_fused, kv_lens, page_indices, cu_q_lens, cu_kv_lens, distribution
         As there; `kv_cache_fused` is "interleaved" for every head dimension.
-    custom_mask
-        Has to be None.
+    custom_mask : Array, optional
+        As there.
     attention_sink : Array or float, optional
     causal : int
-        1 for a causal mask; 0 for none, as for encoders.
+        1 for a causal mask; 0 for `custom_mask`, or for none, as for encoders.
     mask_aligned_to_cu_kv : bool
-        Describes `custom_mask`; ignored.
     pages_per_seq : int, optional
         The most pages that a sequence can have, see there.
     **options
@@ -54,7 +53,6 @@ def ragged_paged_attention_v3(
     ValueError, TypeError, NotImplementedError
         As there.
     """
-    del mask_aligned_to_cu_kv
     return _ragged_paged_attention_v3(
         queries,
         keys,
@@ -67,6 +65,7 @@ def ragged_paged_attention_v3(
         attention_sink,
         cu_kv_lens=cu_kv_lens,
         custom_mask=custom_mask,
+        mask_aligned_to_cu_kv=mask_aligned_to_cu_kv,
         use_causal_mask=bool(causal),
         kv_layout="interleaved",
         pages_per_seq=pages_per_seq,

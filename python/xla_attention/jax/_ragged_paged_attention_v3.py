@@ -25,6 +25,7 @@ from ._paged_attention import paged_attention
 from ._paged_attention_update import paged_attention_update
 from ._ragged_paged_attention_v3_arguments import (
     NAME,
+    largest_tree,
     max_pages_per_seq,
     per_head_scale,
     per_head_sinks,
@@ -36,6 +37,7 @@ from ._ragged_paged_attention_v3_arguments import (
     validate_rows,
 )
 from ._ragged_rows import used_starts
+from ._tree_mask import tree_mask_from_custom_mask
 
 
 def ragged_paged_attention_v3(
@@ -62,7 +64,9 @@ def ragged_paged_attention_v3(
     kv_layout: str | None = None,
     pages_per_seq: int | None = None,
     batch_invariant: bool = False,
-    custom_mask: None = None,
+    custom_mask: Array | None = None,
+    mask_aligned_to_cu_kv: bool = False,
+    q_max: int | None = None,
     xai_temperature_len: None = None,
     softmax_dtype: Any = None,  # noqa: ANN401
     skip_kv_mask: bool = False,
@@ -145,8 +149,17 @@ def ragged_paged_attention_v3(
         numbers. Later keys of a longer sequence do not count.
     batch_invariant : bool
         As for `paged_attention`.
-    custom_mask, xai_temperature_len
-        Have to be None: there is neither a mask given as an array nor a temperature that grows with the position.
+    custom_mask : Array, optional
+        ``[N]``, without `use_causal_mask`: the masks ``[q, kv]`` of the sequences, one after another, not 0 where a
+        query attends to a key. Of the keys of a sequence only the newest, those of its own rows, may be hidden: all
+        older ones are visible, whatever the mask says (`tree_mask_from_custom_mask`).
+    mask_aligned_to_cu_kv : bool
+        Whether the rows of `custom_mask` are padded to the differences of `cu_kv_lens`.
+    q_max : int, optional
+        With `custom_mask`, the most rows of a sequence, T by default. A longer sequence is causal. The call unpacks
+        ``S * q_max * q_max`` numbers.
+    xai_temperature_len
+        Has to be None: there is no temperature that grows with the position.
     softmax_dtype : dtype, optional
         Has to be None or f32, which is what the softmax is computed in.
     skip_kv_mask : bool
@@ -194,7 +207,7 @@ def ragged_paged_attention_v3(
     """
     del mask_value, chunk_prefill_size, d_block_sizes, p_block_sizes, m_block_sizes, num_kv_pages_per_block
     del num_queries_per_block, vmem_limit_bytes, debug_mode, disable_bounds_checks, disable_semaphore_checks
-    reject_unsupported(custom_mask, xai_temperature_len, softmax_dtype)
+    reject_unsupported(xai_temperature_len, softmax_dtype)
     causal = bool(static_bool("use_causal_mask", use_causal_mask))
     if skip_kv_mask and causal:
         raise ValueError(f"{NAME}: skip_kv_mask is True, expected False with use_causal_mask")
@@ -209,6 +222,9 @@ def ragged_paged_attention_v3(
         "cu_kv_lens": optional_index_operand("cu_kv_lens", cu_kv_lens),
     }
     validate_metadata(**metadata)
+    sizes = (queries.shape[0], metadata["kv_lens"].shape[0])
+    aligned = bool(static_bool("mask_aligned_to_cu_kv", mask_aligned_to_cu_kv))
+    q_max = largest_tree(q_max, custom_mask, causal, sizes, aligned, cu_kv_lens)
     if sliding_window is not None:
         sliding_window = int(static_i64("sliding_window", sliding_window))
         validate_sliding_window(sliding_window, f"{NAME}: ")
@@ -223,7 +239,10 @@ def ragged_paged_attention_v3(
         form=form,
         pages_per_seq=max_pages_per_seq(pages_per_seq, cu_kv_lens),
         batch_invariant=bool(static_bool("batch_invariant", batch_invariant)),
+        q_max=q_max,
+        mask_aligned=aligned,
     )
+    metadata["custom_mask"] = None if custom_mask is None else jnp.asarray(custom_mask)
     scales = _Scales(
         None if q_scale is None else per_head_scale("q_scale", q_scale, keys.shape[1]),
         array_scale,
@@ -246,6 +265,13 @@ class _Static(NamedTuple):
     form: PackedForm
     pages_per_seq: int | None
     batch_invariant: bool
+    q_max: int | None
+    mask_aligned: bool
+
+    @property
+    def paged(self) -> bool:
+        """Whether the paged operators compute the mask."""
+        return self.causal or self.q_max is not None
 
 
 class _Scales(NamedTuple):
@@ -292,10 +318,18 @@ def _attend(
         if keys.dtype.itemsize == 1:
             # An update takes no 8-bit rows; bf16 holds all their numbers.
             keys, values = keys.astype(jnp.bfloat16), values.astype(jnp.bfloat16)
-            values = _scaled_values(values, value_scale) if static.causal else values
+            values = _scaled_values(values, value_scale) if static.paged else values
         keys, values = (pad_heads(x, form.num_heads, form.head_dim) for x in (keys, values))
-    if static.causal:
+    if static.paged:
         options = {"scale": static.scale, "sliding_window": static.sliding_window, "soft_cap": static.soft_cap}
+        if static.q_max is not None:
+            options["tree_mask"] = tree_mask_from_custom_mask(
+                metadata["custom_mask"],
+                kv_lens,
+                used_starts(cu_q_lens, num_seqs),
+                static.q_max,
+                mask_kv_lens=cu_kv_lens[1:] - cu_kv_lens[:-1] if static.mask_aligned else None,
+            )
         sequences = kv_lens, tables, cu_q_lens, num_seqs
         if static.update:
             out, pages = paged_attention_update(queries, pages, *sequences, keys, values, slots, **options, **score)

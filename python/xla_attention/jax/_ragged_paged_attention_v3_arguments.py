@@ -11,6 +11,8 @@ from ._call import Array, scale_operand, static_f32, static_i64
 from ._packed_kv_cache import slots_fit
 
 NAME = "ragged_paged_attention_v3"
+# What a call may unpack of a custom_mask without a q_max: 256 MB of indices.
+_MOST_MASK_ELEMENTS = 1 << 26
 
 
 def score_scale(
@@ -123,10 +125,36 @@ def validate_metadata(
         raise ValueError(f"{NAME}: page_indices has shape {list(page_indices.shape)}, {text}")
 
 
-def reject_unsupported(custom_mask: Any, xai_temperature_len: Any, softmax_dtype: Any) -> None:  # noqa: ANN401
-    if custom_mask is not None:
-        text = "there is no mask given as an array; use_causal_mask and sliding_window run in the kernel"
-        raise NotImplementedError(f"{NAME}: custom_mask is given, expected None: {text}")
+def largest_tree(
+    q_max: int | None,
+    custom_mask: Array | None,
+    causal: bool,
+    sizes: tuple[int, int],
+    aligned: bool,
+    cu_kv_lens: Array | None,
+) -> int | None:
+    """The most rows of a sequence with a mask of its own, None without `custom_mask`; `sizes` are T and S."""
+    if custom_mask is None:
+        if q_max is not None:
+            raise ValueError(f"{NAME}: q_max is {q_max}, expected None without custom_mask")
+        return None
+    if causal:
+        raise ValueError(f"{NAME}: custom_mask is given with use_causal_mask, expected one of them")
+    if aligned and cu_kv_lens is None:
+        raise ValueError(f"{NAME}: mask_aligned_to_cu_kv is True, expected False without cu_kv_lens")
+    rows, seqs = sizes
+    if q_max is None:
+        if seqs * rows * rows > _MOST_MASK_ELEMENTS:
+            text = f"expected the most rows of a sequence: S * T * T is {seqs * rows * rows}"
+            raise ValueError(f"{NAME}: q_max is None, {text}")
+        return rows
+    q_max = int(static_i64("q_max", q_max))
+    if q_max < 1:
+        raise ValueError(f"{NAME}: q_max is {q_max}, expected >= 1")
+    return q_max
+
+
+def reject_unsupported(xai_temperature_len: Any, softmax_dtype: Any) -> None:  # noqa: ANN401
     if xai_temperature_len is not None:
         text = "there is no temperature that grows with the position; multiply the queries by it"
         raise NotImplementedError(f"{NAME}: xai_temperature_len is {xai_temperature_len}, expected None: {text}")
