@@ -63,8 +63,8 @@ fn options(operators: &[Operator]) -> String {
     let mut text = String::from(
         "# Options and dtypes\n\n<!-- Generated from ffi/operators.toml; `make reference` writes it anew. -->\n\n\
          ## Options of the attention operators\n\n\
-         Every option works with every dtype of its operator, on the CPU and on CUDA, together with every other option. The \
-         column of\n`flash_attn_varlen_bwd` shows what the gradients of `flash_attn_varlen` and `dot_product_attention` \
+         Every option works with every dtype of its operator, on the CPU and on CUDA, together with every other option, \
+         but for\n`bias`, which neither pages nor 8-bit types nor `k_start` and `k_end` go with. The column of\n`flash_attn_varlen_bwd` shows what the gradients of `flash_attn_varlen` and `dot_product_attention` \
          support. A page per kernel in\n[the kernels](../dev/kernels/README.md) says which calls the tuned kernels compute.\n\n",
     );
     let names: Vec<String> = attention.iter().map(|operator| format!("`{}`", operator.name)).collect();

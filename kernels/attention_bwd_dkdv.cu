@@ -5,10 +5,12 @@
 // Compiled once for each combination of
 //   XA_DTYPE     f16, bf16, f32
 //   XA_HEAD_DIM  the bucket: D and Dv up to it run, padded with zeros in shared memory
-//   XA_SHAPE     large, small; key_ranges: for query rows with bounds of their keys (include/bwd/shape.cuh)
+//   XA_SHAPE     large, small; key_ranges, bias: for query rows with bounds of their keys, with a bias
+//                (include/bwd/shape.cuh)
 //   XA_LOGITS    none, softcap_alibi (include/bwd/probabilities.cuh)
 // Launch: kThreads threads, ceil(Tk / kHeld) * Hkv CTAs, Shape::kSharedBytes of dynamic shared memory.
 
+#include "bwd/bias_rows.cuh"
 #include "bwd/probabilities.cuh"
 #include "bwd/products.cuh"
 #include "bwd/ptx_extra.cuh"
@@ -16,6 +18,7 @@
 #include "bwd/rows.cuh"
 #include "bwd/sequence_segment.cuh"
 #include "bwd/shape.cuh"
+#include "bwd/shape_params.cuh"
 #include "bwd/stream.cuh"
 #include "element.cuh"
 #include "params/attention_bwd.cuh"
@@ -87,6 +90,10 @@ class KeyGradients {
   __device__ __forceinline__ RowRange* row_ranges(int stage) const {
     return reinterpret_cast<RowRange*>(shared_ + Shape::kColumnRangesOffset) + stage * Shape::kBlock;
   }
+  /// The elements of the bias of the query rows of a stage.
+  __device__ __forceinline__ int64_t* bias_rows(int stage) const {
+    return reinterpret_cast<int64_t*>(shared_ + Shape::kBiasRowsOffset) + stage * Shape::kBlock;
+  }
   /// How many rows of the block exist.
   __device__ __forceinline__ int32_t count() const {
     return min(params_.forward.capacity - segment_.first, Shape::kHeld);
@@ -123,6 +130,10 @@ class KeyGradients {
         row.negative_slope = negative_slope(params_.forward, segment_.tile.sequence, head);
         row.position = block.rows.query(index_in_block) + Visibility(params_.forward, segment_.tile).shift;
       }
+      if constexpr (Shape::kHasBias) {
+        bias_rows(stage)[index_in_block] =
+            bias_row(all_params_.bias, segment_.tile.sequence, head, block.rows.query(index_in_block));
+      }
       if constexpr (Shape::kHasRanges) {
         const Visibility visibility(params_.forward, segment_.tile);
         row_ranges(stage)[index_in_block] =
@@ -143,6 +154,7 @@ class KeyGradients {
     } else {
       row = {-INFINITY, 0.0f, 0.0f, 0};
       if constexpr (Shape::kHasRanges) row_ranges(stage)[index_in_block] = {0, 0};
+      if constexpr (Shape::kHasBias) bias_rows(stage)[index_in_block] = kNoBias;
     }
   }
 
@@ -188,8 +200,15 @@ class KeyGradients {
     multiply_rows<T, Rows, kSteps>(p, keys, rows);
     multiply_rows<T, Rows, kSteps>(ds, values, douts);
     const int32_t column = first + own_chunk;
-    p_and_ds<T, true, LogitsTransform>(p, ds, params_.forward, row_stats(stage) + own_chunk,
-                                       segment_.first_key + warp_row);
+    if constexpr (Shape::kHasBias) {
+      const int64_t* const rows_of_bias = bias_rows(stage) + own_chunk;
+      const auto bias = row_bias<T>(all_params_.bias, [=](int32_t row) { return rows_of_bias[row]; });
+      p_and_ds<T, true, LogitsTransform>(p, ds, params_.forward, row_stats(stage) + own_chunk,
+                                         segment_.first_key + warp_row, bias);
+    } else {
+      p_and_ds<T, true, LogitsTransform>(p, ds, params_.forward, row_stats(stage) + own_chunk,
+                                         segment_.first_key + warp_row);
+    }
     if constexpr (Shape::kHasRanges) {
       const RowRange* const ranges = row_ranges(stage) + own_chunk;
       const int32_t key = segment_.first_key + warp_row;

@@ -5,10 +5,11 @@
 // Compiled once for each combination of
 //   XA_DTYPE     f16, bf16, f32
 //   XA_HEAD_DIM  the bucket: D and Dv up to it run, padded with zeros in shared memory
-//   XA_SHAPE     small; key_ranges: the same for rows with bounds of their keys (include/bwd/shape.cuh)
+//   XA_SHAPE     small; key_ranges, bias: for rows with bounds of their keys, with a bias (include/bwd/shape.cuh)
 //   XA_LOGITS    none, softcap_alibi (include/bwd/probabilities.cuh)
 // Launch: kThreads threads, ceil(Tq * group / kHeld) * Hkv CTAs, Shape::kSharedBytes of dynamic shared memory.
 
+#include "bwd/bias_rows.cuh"
 #include "bwd/probabilities.cuh"
 #include "bwd/products.cuh"
 #include "bwd/ptx_extra.cuh"
@@ -16,6 +17,7 @@
 #include "bwd/rows.cuh"
 #include "bwd/sequence_segment.cuh"
 #include "bwd/shape.cuh"
+#include "bwd/shape_params.cuh"
 #include "bwd/stream.cuh"
 #include "element.cuh"
 #include "params/attention_bwd.cuh"
@@ -189,7 +191,17 @@ class QueryGradients {
     multiply_rows<T, Rows, kSteps>(ds, douts, chunk_values);
     const int32_t column = first + own_chunk;
     const QueryRowStats* const stats = row_stats() + warp_row;
-    p_and_ds<T, false, LogitsTransform>(p, ds, params_.forward, stats, column);
+    if constexpr (Shape::kHasBias) {
+      // The row of the bias is computed again here: two stages leave no shared memory for it.
+      const auto bias = row_bias<T>(all_params_.bias, [&](int32_t row) {
+        const QueryBlock block = held();
+        return bias_row(all_params_.bias, segment_.tile.sequence, block.head(warp_row + row),
+                        block.token(warp_row + row) - segment_.tile.first_token);
+      });
+      p_and_ds<T, false, LogitsTransform>(p, ds, params_.forward, stats, column, bias);
+    } else {
+      p_and_ds<T, false, LogitsTransform>(p, ds, params_.forward, stats, column);
+    }
     if constexpr (Shape::kHasRanges) {
       const RowRange* const ranges = row_ranges() + warp_row;
       if (!all_hold<Shape::kWarpRows>(ranges, column, column + Shape::kChunk)) {

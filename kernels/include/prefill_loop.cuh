@@ -2,6 +2,7 @@
 #pragma once
 
 #include <cstdint>
+#include <type_traits>
 
 #include "column_warps.cuh"
 #include "element.cuh"
@@ -13,6 +14,13 @@
 #include "work_tile.cuh"
 
 namespace xa {
+
+/// Whether a logits transform loads something for each block of keys: it then has `fetch_block` and transforms the
+/// scores of all of a warp's rows at once (score_bias.cuh).
+template <typename LogitsTransform, typename = void>
+constexpr bool kFetchesBlocks = false;
+template <typename LogitsTransform>
+constexpr bool kFetchesBlocks<LogitsTransform, std::void_t<decltype(&LogitsTransform::fetch_block)>> = true;
 
 /// Streams the keys of the work tile through the CTA's ring of kStages blocks and updates `state`. Every warp copies
 /// kKeysPerLoad rows of each block. The warp's query rows begin at row `warp_row` of the tile, whose copies to shared
@@ -42,6 +50,7 @@ __device__ __forceinline__ void attend_with_rows(State& state, const AttentionPa
   TokenSlot slots[kStages];
 #pragma unroll
   for (int i = 0; i < kStages; ++i) slots[i] = loader.find(first_key + i * Shape::kKeys + first_own_key);
+  if constexpr (kFetchesBlocks<LogitsTransform>) transform.fetch_block(first_key);
 #pragma unroll
   for (int i = 0; i < kStages; ++i) {
     const int32_t token = first_key + i * Shape::kKeys;
@@ -81,10 +90,16 @@ __device__ __forceinline__ void attend_with_rows(State& state, const AttentionPa
     }
     if constexpr (kRefillsEarly) refill_keys();
 
+    if constexpr (kFetchesBlocks<LogitsTransform>) {
+      transform.apply_to_block(scores, work, warp_row, first_key);
+    }
+
     const bool masked = first_key < work.keys.common_begin || first_key + Shape::kKeys > work.keys.common_end;
 #pragma unroll
     for (int tile = 0; tile < Shape::kRowTiles; ++tile) {
-      transform.template apply<T>(scores[tile], transform.rows(work, warp_row + 16 * tile), first_key);
+      if constexpr (!kFetchesBlocks<LogitsTransform>) {
+        transform.template apply<T>(scores[tile], transform.rows(work, warp_row + 16 * tile), first_key);
+      }
       if (masked) apply_mask(scores[tile], params, work.tile, warp_row + 16 * tile, first_key);
       state.update(tile, scores[tile], transform.log2_unit());
     }
@@ -95,6 +110,9 @@ __device__ __forceinline__ void attend_with_rows(State& state, const AttentionPa
     ptx::cp_async_wait<kPending>();
     __syncthreads();
     if (next < work.keys.end) loader.load_values(values(stage) + own_offset, next + first_own_key, next_slot);
+    if constexpr (kFetchesBlocks<LogitsTransform>) {
+      if (next < work.keys.end) transform.fetch_block(next);
+    }
     ptx::cp_async_commit();
     next_slot = loader.find(next + Shape::kKeys + first_own_key);
     first_key += Shape::kKeys;

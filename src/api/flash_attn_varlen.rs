@@ -54,6 +54,9 @@ pub struct FlashAttnVarlenOptions<'a, M = Host> {
     /// `i32[Tq]`: the end of the keys that each query row may attend to; `None` for all. A row whose range is empty attends
     /// to no key.
     pub k_end: Option<TensorRef<'a, M>>,
+    /// `[B or 1, Hq or 1, Sq, Sk]`, of q's dtype or f32: element `[b, h, i, j]` is added to the score of row i of sequence b
+    /// and its key j; what lies past Sq and Sk is 0. Packed keys of q's dtype, without `k_start` and `k_end`.
+    pub bias: Option<TensorRef<'a, M>>,
     /// Multiplies q·k; finite and positive. `None` is `D^-0.5`.
     pub softmax_scale: Option<f32>,
     /// Scores become `softcap * tanh(score / softcap)`; 0 is off.
@@ -90,6 +93,7 @@ impl<M> Default for FlashAttnVarlenOptions<'_, M> {
             q_offset: None,
             k_start: None,
             k_end: None,
+            bias: None,
             softmax_scale: None,
             softcap: 0.0,
             causal: false,
@@ -160,6 +164,7 @@ pub fn flash_attn_varlen<'a, M: Memory>(
         q_offset: options.q_offset,
         k_start: options.k_start,
         k_end: options.k_end,
+        bias: options.bias,
     };
     let attributes = Attributes {
         batch_invariant: options.batch_invariant,

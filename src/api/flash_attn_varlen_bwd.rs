@@ -51,6 +51,9 @@ pub struct FlashAttnVarlenBwdOptions<'a, M = Host> {
     /// `i32[Tq]`: the end of the keys that each query row may attend to; `None` for all. A row whose range is empty attends
     /// to no key.
     pub k_end: Option<TensorRef<'a, M>>,
+    /// `[B or 1, Hq or 1, Sq, Sk]`, of q's dtype or f32: element `[b, h, i, j]` is added to the score of row i of sequence b
+    /// and its key j; what lies past Sq and Sk is 0. Packed keys of q's dtype, without `k_start` and `k_end`.
+    pub bias: Option<TensorRef<'a, M>>,
     /// Multiplies q·k; finite and positive. `None` is `D^-0.5`.
     pub softmax_scale: Option<f32>,
     /// The softcap of the scores; 0 disables it.
@@ -84,6 +87,7 @@ impl<M> Default for FlashAttnVarlenBwdOptions<'_, M> {
             q_offset: None,
             k_start: None,
             k_end: None,
+            bias: None,
             softmax_scale: None,
             softcap: 0.0,
             causal: false,
@@ -115,11 +119,14 @@ pub struct FlashAttnVarlenBwdResults<'a, M = Host> {
     /// [`AttentionSizes::gradients_workspace`](crate::ops::workspace::AttentionSizes::gradients_workspace) returns the
     /// size that the GPU's fastest kernels need. The CPU ignores it.
     pub workspace: Option<TensorMut<'a, M>>,
+    /// `[B or 1, Hq or 1, Sq, Sk]`, of the dtype of `bias` or f32: its gradient, summed over the sequences and heads that
+    /// share an element. With a bias only.
+    pub dbias: Option<TensorMut<'a, M>>,
 }
 
 impl<'a, M> From<[TensorMut<'a, M>; 3]> for FlashAttnVarlenBwdResults<'a, M> {
     fn from([dq, dk, dv]: [TensorMut<'a, M>; 3]) -> Self {
-        Self { dq, dk, dv, dsinks: None, workspace: None }
+        Self { dq, dk, dv, dsinks: None, workspace: None, dbias: None }
     }
 }
 
@@ -168,7 +175,7 @@ pub fn flash_attn_varlen_bwd<'a, M: Memory>(
     results: impl Into<FlashAttnVarlenBwdResults<'a, M>>,
     on: On<M>,
 ) -> Result {
-    let FlashAttnVarlenBwdResults { dq, dk, dv, dsinks, workspace } = results.into();
+    let FlashAttnVarlenBwdResults { dq, dk, dv, dsinks, workspace, dbias } = results.into();
     let operands = Operands {
         dout: inputs.dout,
         q: inputs.q,
@@ -187,6 +194,7 @@ pub fn flash_attn_varlen_bwd<'a, M: Memory>(
         q_offset: options.q_offset,
         k_start: options.k_start,
         k_end: options.k_end,
+        bias: options.bias,
     };
     let attributes = Attributes {
         causal: options.causal,
@@ -199,6 +207,6 @@ pub fn flash_attn_varlen_bwd<'a, M: Memory>(
         window_left: window(options.window_left),
         window_right: window(options.window_right),
     };
-    let results = Results { dq, dk, dv, dsinks, workspace };
+    let results = Results { dq, dk, dv, dsinks, workspace, dbias };
     run(Op::FlashAttnVarlenBwd, operands.in_order(), results.in_order(), &attributes.in_order(), on)
 }

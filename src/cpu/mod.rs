@@ -26,4 +26,5 @@ mod elementary;
 mod fp8_decoding;
 mod fp8_encoding;
 mod micro_kernel;
+mod score_bias;
 mod simd;

@@ -109,6 +109,10 @@ impl Row<'_> {
         // SAFETY: visible keys are below `len_k`.
         let scores: Vec<f64> = visible.into_iter().map(|j| unsafe { self.score(j) }).collect();
         let largest = scores.iter().copied().fold(sink, f64::max);
+        if largest == f64::NEG_INFINITY {
+            // A bias of -inf hides every key.
+            return (vec![0.0; scores.len()], largest);
+        }
         let sum = scores.iter().map(|s| (s - largest).exp()).sum::<f64>() + (sink - largest).exp();
         (scores.into_iter().map(|s| (s - largest).exp() / sum).collect(), largest + sum.ln())
     }
@@ -195,7 +199,7 @@ impl Row<'_> {
         }
     }
 
-    /// The score of key j, with softcap and `ALiBi` bias.
+    /// The score of key j, with softcap, `ALiBi` and bias.
     ///
     /// # Safety
     /// As [`attend`], and j is below `len_k`.
@@ -210,7 +214,10 @@ impl Row<'_> {
             let distance = (self.position() - j as i64).abs() as f64;
             let slope = |at: usize| score.alibi.map_or(0.0, |alibi| f64::from(alibi.slopes.add(at).read()));
             let is_per_sequence = score.alibi.is_some_and(|alibi| alibi.per_sequence);
-            s - slope(head + if is_per_sequence { sequence.index * problem.num_q_heads } else { 0 }) * distance
+            let s = s - slope(head + if is_per_sequence { sequence.index * problem.num_q_heads } else { 0 }) * distance;
+            let row = score.bias.and_then(|bias| Some((bias, bias.row(sequence.index, head, self.i)?)));
+            let of_key = row.filter(|(bias, _)| j < bias.keys);
+            s + of_key.map_or(0.0, |(bias, row)| read(bias.dtype, row.add(j * bias.dtype.size())))
         }
     }
 

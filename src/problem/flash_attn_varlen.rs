@@ -2,7 +2,8 @@
 //! (`docs/semantics.md#flash_attn_varlen`). The operands follow `flash_attn_varlen_func` of flash-attn.
 
 use super::attention::{
-    self, Attention, KeyStorage, Keys, Queries, ScoreAttributes, check_dtypes, check_heads, per_sequence, query_sizes,
+    self, Attention, KeyStorage, Keys, Queries, Score, ScoreAttributes, check_dtypes, check_heads, per_sequence,
+    query_sizes,
 };
 use super::kv_layout::KvLayout;
 use super::{BoolAttribute, CallArguments, CallResult, F32Attribute, I64Attribute, KvView, Operand, validate};
@@ -20,6 +21,7 @@ use crate::tensor::{DType, Dim, Tensor, missing};
 /// | `seqused_k`, `seqused_q`, `leftpad_k`, `q_offset` | `i32[B]` |
 /// | `k_start`, `k_end` | `i32[Tq]` |
 /// | `block_table` | `i32[B, M]` |
+/// | `bias` | `[B or 1, Hq or 1, Sq, Sk]` |
 pub(crate) fn problem<'a>(args: &CallArguments<'a>) -> Result<Attention<'a>> {
     let q = args.operand(Operand::Q);
     let (rows, q_heads, head_dim) = query_sizes("q", "Tq", &q)?;
@@ -41,6 +43,9 @@ pub(crate) fn problem<'a>(args: &CallArguments<'a>) -> Result<Attention<'a>> {
     let [longest_q, longest_k] = attention::longest_sequences(args)?;
     validate::kernel_sizes(&[("Tq", rows), slots])?;
     let attributes = score_attributes(args)?;
+    let key_ranges = attention::key_ranges(args, ("Tq", rows))?;
+    let score = attention::score(args, &attributes, attention::score_scales(args, stored.kv_heads)?, q_heads, slots)?;
+    let bias = attention::bias(args, (q.dtype, k.dtype), &stored.storage, &key_ranges, (q_heads, slots.1))?;
     Ok(Attention {
         q,
         kv_dtype: k.dtype,
@@ -54,7 +59,7 @@ pub(crate) fn problem<'a>(args: &CallArguments<'a>) -> Result<Attention<'a>> {
             starts,
             used: per_sequence(args, Operand::SequsedQ, slots)?,
             offset: attention::q_offset(args, attributes.top_left, (rows, &stored.storage), slots)?,
-            key_ranges: attention::key_ranges(args, ("Tq", rows))?,
+            key_ranges,
             tree: None,
             longest: longest_q,
         },
@@ -65,7 +70,7 @@ pub(crate) fn problem<'a>(args: &CallArguments<'a>) -> Result<Attention<'a>> {
             storage: stored.storage,
             longest: longest_k,
         },
-        score: attention::score(args, &attributes, attention::score_scales(args, stored.kv_heads)?, q_heads, slots)?,
+        score: Score { bias, ..score },
         v_scale: validate::scale(args, Operand::VScale, stored.kv_heads)?,
         num_rows: rows as usize,
         num_q_heads: q_heads as usize,

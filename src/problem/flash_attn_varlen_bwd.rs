@@ -4,7 +4,10 @@
 //! 3.1.2) with a gradient of the lse. Metadata is clamped as in [`super::attention`]. Paged keys and 8-bit dtypes have
 //! no gradient.
 
-use super::attention::{Attention, KeyStorage, Keys, Queries, key_ranges, per_sequence, q_offset, query_sizes, score};
+use super::attention::{
+    Attention, Bias, KeyStorage, Keys, Queries, Score, bias, key_ranges, or_f32, per_sequence, q_offset, query_sizes,
+    score,
+};
 use super::flash_attn_varlen::{packed_keys, score_attributes};
 use super::validate::{self, contiguous_rows, dense, kernel_sizes};
 use super::{BoolAttribute, CallArguments, CallResult, I64Attribute, Operand};
@@ -32,6 +35,8 @@ pub struct FlashAttnVarlenBwd<'a> {
     pub dv: Tensor<'a>,
     /// `f32[Hq]`, dense, optional; 0 if the forward call has no sinks
     pub dsinks: Option<*mut f32>,
+    /// `[B or 1, Hq or 1, Sq, Sk]`, dense, of the dtype of the bias or f32; only with a bias
+    pub dbias: Option<Tensor<'a>>,
     /// Scratch memory of the call; uninitialized on entry.
     pub workspace: Option<Tensor<'a>>,
     /// Tk
@@ -56,6 +61,7 @@ unsafe impl Sync for FlashAttnVarlenBwd<'_> {}
 /// | `cu_seqlens_q`, `cu_seqlens_k` | `i32[B+1]` |
 /// | `seqused_k`, `seqused_q`, `leftpad_k`, `q_offset` | `i32[B]` |
 /// | `k_start`, `k_end` | `i32[Tq]` |
+/// | bias | `[B or 1, Hq or 1, Sq, Sk]` |
 pub(crate) fn problem<'a>(args: &CallArguments<'a>) -> Result<FlashAttnVarlenBwd<'a>> {
     let [q, k, v, out, dout] =
         [Operand::Q, Operand::K, Operand::V, Operand::Out, Operand::Dout].map(|name| args.operand(name));
@@ -104,14 +110,10 @@ pub(crate) fn problem<'a>(args: &CallArguments<'a>) -> Result<FlashAttnVarlenBwd
         dense(name, &gradient)?;
         Ok(gradient)
     };
-    let dsinks = args.optional_result(CallResult::Dsinks).map(|dsinks| {
-        dsinks.expect_dtype("dsinks", &[DType::F32])?;
-        dsinks.expect_shape("dsinks", &[hq])?;
-        dense("dsinks", &dsinks)?;
-        Ok(dsinks.data.cast())
-    });
     let attributes = score_attributes(args)?;
     let storage = KeyStorage::Contiguous { total: keys as usize };
+    let key_ranges = key_ranges(args, ("Tq", rows))?;
+    let bias = bias(args, (q.dtype, k.dtype), &storage, &key_ranges, (q_heads, slots.1))?;
     Ok(FlashAttnVarlenBwd {
         forward: Attention {
             q,
@@ -126,7 +128,7 @@ pub(crate) fn problem<'a>(args: &CallArguments<'a>) -> Result<FlashAttnVarlenBwd
                 starts: starts_q,
                 used: per_sequence(args, Operand::SequsedQ, slots)?,
                 offset: q_offset(args, attributes.top_left, (rows, &storage), slots)?,
-                key_ranges: key_ranges(args, ("Tq", rows))?,
+                key_ranges,
                 tree: None,
                 longest: lengths[0].1 as usize,
             },
@@ -137,7 +139,7 @@ pub(crate) fn problem<'a>(args: &CallArguments<'a>) -> Result<FlashAttnVarlenBwd
                 storage,
                 longest: lengths[1].1 as usize,
             },
-            score: score(args, &attributes, [None, None], q_heads, slots)?,
+            score: Score { bias, ..score(args, &attributes, [None, None], q_heads, slots)? },
             v_scale: None,
             num_rows: rows as usize,
             num_q_heads: q_heads as usize,
@@ -152,11 +154,34 @@ pub(crate) fn problem<'a>(args: &CallArguments<'a>) -> Result<FlashAttnVarlenBwd
         dq: gradient(CallResult::Dq, &[tq, hq, d])?,
         dk: gradient(CallResult::Dk, &[tk, hkv, d])?,
         dv: gradient(CallResult::Dv, &[tk, hkv, dv])?,
-        dsinks: dsinks.transpose()?,
+        dsinks: sink_gradient(args, hq)?,
+        dbias: bias_gradient(args, bias)?,
         workspace: super::attention::workspace(args)?,
         num_keys: keys as usize,
         deterministic: args.bool(BoolAttribute::Deterministic),
     })
+}
+
+/// Validates the optional result `dsinks`.
+fn sink_gradient(args: &CallArguments, heads: Dim) -> Result<Option<*mut f32>> {
+    let dsinks = args.optional_result(CallResult::Dsinks).map(|dsinks| {
+        dsinks.expect_dtype("dsinks", &[DType::F32])?;
+        dsinks.expect_shape("dsinks", &[heads])?;
+        dense("dsinks", &dsinks)?;
+        Ok(dsinks.data.cast())
+    });
+    dsinks.transpose()
+}
+
+/// Validates the optional result `dbias`, which only a call with a bias has.
+fn bias_gradient<'a>(args: &CallArguments<'a>, bias: Option<Bias>) -> Result<Option<Tensor<'a>>> {
+    let Some(dbias) = args.optional_result(CallResult::Dbias) else { return Ok(None) };
+    let bias = bias.ok_or_else(|| Error::invalid("dbias is a result, and there is no bias"))?;
+    dbias.expect_dtype("dbias", or_f32(&[bias.dtype, DType::F32]))?;
+    let sizes = [("B", bias.seqs), ("Hq", bias.heads), ("Sq", bias.rows), ("Sk", bias.keys)];
+    dbias.expect_shape("dbias", &sizes.map(|(name, size)| Dim::Is(name, size as i64)))?;
+    dense("dbias", &dbias)?;
+    Ok(Some(dbias))
 }
 
 /// Validates a dense `f32[Hq, Tq]`.

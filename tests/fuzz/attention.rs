@@ -142,6 +142,27 @@ fn any_mask(generator: &mut Generator) -> Mask {
     }
 }
 
+/// A bias of any size, where the call may have one.
+fn bias(
+    generator: &mut Generator,
+    target: Op,
+    sizes: &ProblemSizes,
+    layout: KvLayout,
+    has_bounds: bool,
+) -> Option<Array> {
+    let AttentionConfig { dtypes, q_heads, .. } = sizes.config;
+    let suits = target == Op::FlashAttnVarlen && layout == KvLayout::Contiguous && !has_bounds;
+    if !suits || dtypes.q == F8E4M3FN || dtypes.q != dtypes.kv || !generator.chance(30) {
+        return None;
+    }
+    let dtype = generator.one_of(&[dtypes.q, F32]);
+    let (seqs, heads) = (generator.one_of(&[1, sizes.slots]), generator.one_of(&[1, q_heads]));
+    let largest = (sizes.elements / (seqs * heads).max(1)).isqrt().max(1);
+    let rows = generator.between(0, largest.min(sizes.rows + 2));
+    let keys = generator.between(0, largest.min(sizes.keys + 2));
+    Some(generator.numbers(dtype, &[seqs, heads, rows, keys]))
+}
+
 /// A call with random metadata. Options that `target` lacks are off.
 fn case(generator: &mut Generator, target: Op, sizes: &ProblemSizes, stored: StoredKeys) -> AttentionCase {
     let paged = target != Op::FlashAttnVarlen;
@@ -169,6 +190,7 @@ fn case(generator: &mut Generator, target: Op, sizes: &ProblemSizes, stored: Sto
         let count = slots * q_max * TreeMask::query_words(q_max);
         TreeMask { q_max, words: generator.lengths(count, 1 << 20) }
     });
+    let bias = bias(generator, target, sizes, stored.kv_geometry.layout, k_start.is_some() || k_end.is_some());
     let is_read = stored.kv_geometry.layout == KvLayout::Contiguous || seqused_k.is_none();
     // Without sequences an empty `seqused_k` counts as left out, and `cu_seqlens_k` must have its size.
     let starts = if is_read || slots == 0 { slots + 1 } else { generator.between(0, slots + 3) };
@@ -195,6 +217,8 @@ fn case(generator: &mut Generator, target: Op, sizes: &ProblemSizes, stored: Sto
         k_end,
         tree_mask,
         block_table: stored.block_table,
+        bias_values: bias.as_ref().map_or_else(Vec::new, Array::values),
+        bias,
         alibi_slopes: sizes.slopes(generator),
         alibi: sizes.alibi,
         hints: (generator.one_of(&[0, 0, 1, 1 << 62]), generator.one_of(&[0, 0, 1, 1 << 62])),

@@ -9,6 +9,7 @@
 
 mod attention;
 mod attention_options;
+mod bias;
 mod conformance;
 #[cfg(feature = "cuda")]
 mod cuda_alignment;

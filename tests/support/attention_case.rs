@@ -5,8 +5,8 @@
 //! layouts. A test may change the metadata of a case before the call.
 
 use super::{
-    Alibi, Array, AttentionConfig, Attr, Batch, F32, Invocation, KvGeometry, KvLayout, MaxSeqlenHints, MemoryLayout,
-    Random, SequenceData, TreeMask, U8, poisoned, put,
+    Alibi, Array, AttentionConfig, Attr, Batch, BatchBias, F32, Invocation, KvGeometry, KvLayout, MaxSeqlenHints,
+    MemoryLayout, Random, SequenceData, TreeMask, U8, poisoned, put,
 };
 use xla_attention::Op;
 
@@ -48,6 +48,10 @@ pub struct AttentionCase {
     pub tree_mask: Option<TreeMask>,
     /// `[B, M]`
     pub block_table: Vec<i32>,
+    /// `[B or 1, Hq or 1, Sq, Sk]`
+    pub bias: Option<Array>,
+    /// `bias` as f64.
+    pub bias_values: Vec<f64>,
     /// `[Hq]` or `[B, Hq]`.
     pub alibi_slopes: Option<Vec<f32>>,
     pub alibi: Alibi,
@@ -94,6 +98,7 @@ impl AttentionCase {
         let seqused_k = memory_layout.seqused_k.then(|| per_slot(&|s| s.len_k as i32));
         let leftpad_k = batch.leftpad.then(|| per_slot(&|s| s.leftpad as i32));
         let q_offset = batch.q_offset.then(|| per_slot(&|s| s.q_offset));
+        let bias = batch.bias.as_ref().map(|bias| store_bias(bias, batch.sequences.len(), slots));
         let (k_start, k_end) = store_key_ranges(batch, &cu_seqlens_q, q.dims[0] as usize, &mut random);
         let trees = batch.sequences.iter().map(|sequence| &sequence.tree);
         let tree_mask = batch.tree.map(|q_max| TreeMask::store(q_max, slots, trees, &mut random));
@@ -128,6 +133,8 @@ impl AttentionCase {
             k_end,
             tree_mask,
             block_table: keys.block_table,
+            bias_values: bias.as_ref().map_or_else(Vec::new, Array::values),
+            bias,
             alibi_slopes: slopes(batch, slots),
             alibi: batch.alibi,
             hints,
@@ -239,6 +246,7 @@ impl AttentionCase {
             "k_start" => self.k_start.as_deref().map(i32s),
             "k_end" => self.k_end.as_deref().map(i32s),
             "tree_mask" => self.tree_mask.as_ref().map(|mask| mask.array(self.slots())),
+            "bias" => self.bias.clone(),
             "alibi_slopes" => self.alibi_slopes.as_ref().map(slopes),
             "sinks" => f32s(config.sinks.as_ref()),
             "q_scale" => f32s(config.q_scale.as_ref()),
@@ -291,8 +299,12 @@ pub fn i32s(values: &[i32]) -> Array {
 fn name_of(target: Op, batch: &Batch, memory_layout: &MemoryLayout) -> String {
     let lengths: Vec<_> = batch.sequences.iter().map(|s| (s.len_q, s.len_k, s.leftpad)).collect();
     format!(
-        "{target:?}, (len_q, len_k, leftpad) {lengths:?}, {:?}, alibi {:?}, key bounds {:?}, trees {:?}, {memory_layout:?}",
-        batch.config, batch.alibi, batch.key_bounds, batch.tree
+        "{target:?}, (len_q, len_k, leftpad) {lengths:?}, {:?}, alibi {:?}, key bounds {:?}, trees {:?}, bias {:?}, {memory_layout:?}",
+        batch.config,
+        batch.alibi,
+        batch.key_bounds,
+        batch.tree,
+        batch.bias.as_ref().map(|bias| (bias.dtype, bias.per_sequence, bias.heads, bias.rows, bias.keys))
     )
 }
 
@@ -308,6 +320,19 @@ fn slopes(batch: &Batch, slots: usize) -> Option<Vec<f32>> {
             Some(slopes)
         }
     }
+}
+
+/// The bias; that of slots without a sequence is NaN.
+fn store_bias(bias: &BatchBias, sequences: usize, slots: usize) -> Array {
+    let count = if bias.per_sequence { slots } else { 1 };
+    let of_sequence = bias.heads * bias.rows * bias.keys;
+    let mut values = bias.values.clone();
+    debug_assert_eq!(values.len(), if bias.per_sequence { sequences } else { 1 } * of_sequence);
+    values.resize(count * of_sequence, f64::NAN);
+    let dims = [count, bias.heads, bias.rows, bias.keys].map(|x| x as i64);
+    let mut array = Array::filled(bias.dtype, &dims, 0);
+    put(&mut array, 0, &values);
+    array
 }
 
 /// The queries, their starts, and `seqused_q`.

@@ -135,6 +135,51 @@ impl KeyBounds {
     }
 }
 
+/// The form of a bias of pairs of rows and keys.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub struct BiasForm {
+    /// Whether each sequence has its own; otherwise all share it.
+    pub per_sequence: bool,
+    /// Whether each query head has its own.
+    pub per_head: bool,
+    /// That of the queries if `None`.
+    pub dtype: Option<Dtype>,
+    /// It ends before the longest sequence's last row and key.
+    pub short: bool,
+}
+
+impl BiasForm {
+    /// `[1, 1]`, of the dtype of the queries.
+    pub const SHARED: Self = Self { per_sequence: false, per_head: false, dtype: None, short: false };
+    /// Every value of each property, and what broadcasts in each way.
+    pub const ALL: [Self; 5] = [
+        Self::SHARED,
+        Self { per_sequence: true, per_head: true, dtype: Some(F32), short: false },
+        Self { per_head: true, ..Self::SHARED },
+        Self { per_sequence: true, short: true, ..Self::SHARED },
+        Self { dtype: Some(F32), short: true, ..Self::SHARED },
+    ];
+}
+
+/// A bias, `[B or 1, Hq or 1, rows, keys]`. What no row of a sequence reads is NaN.
+#[derive(Clone, Debug)]
+pub struct BatchBias {
+    pub dtype: Dtype,
+    pub per_sequence: bool,
+    /// Hq or 1.
+    pub heads: usize,
+    pub rows: usize,
+    pub keys: usize,
+    pub values: Vec<f64>,
+}
+
+impl BatchBias {
+    /// Elements of a sequence.
+    fn sequence_len(&self) -> usize {
+        self.heads * self.rows * self.keys
+    }
+}
+
 /// ALiBi: off, with one slope per head, or with slopes per sequence and head.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub enum Alibi {
@@ -155,13 +200,18 @@ pub struct Batch {
     pub key_bounds: KeyBounds,
     /// `q_max` of `tree_mask`, if that is given.
     pub tree: Option<usize>,
+    pub bias: Option<BatchBias>,
     pub sequences: Vec<SequenceData>,
 }
 
 impl Batch {
     /// The batch with only the sequence `index`.
     pub fn only(&self, index: usize) -> Self {
-        Self { sequences: vec![self.sequences[index].clone()], ..self.clone() }
+        let mut batch = Self { sequences: vec![self.sequences[index].clone()], ..self.clone() };
+        if let Some(bias) = batch.bias.as_mut().filter(|bias| bias.per_sequence) {
+            bias.values = bias.values[index * bias.sequence_len()..][..bias.sequence_len()].to_vec();
+        }
+        batch
     }
 
     /// The batch with a changed configuration.
@@ -225,6 +275,7 @@ with_defaults! {
         pub key_bounds: KeyBounds = KeyBounds::None,
         /// `q_max` of `tree_mask`; longer sequences have no tree.
         pub tree: Option<usize> = None,
+        pub bias: Option<BiasForm> = None,
         pub mask: Mask = Mask::CAUSAL,
         pub softcap: f32 = 0.0,
         pub alibi: Alibi = Alibi::Off,
@@ -274,6 +325,7 @@ impl BatchSpec {
             q_offset: self.q_offset,
             key_bounds: self.key_bounds,
             tree: self.tree,
+            bias: self.bias.map(|form| bias(form, self, &mut Random::new(self.seed + 99))),
             sequences,
         }
     }
@@ -355,6 +407,40 @@ fn key_ranges(random: &mut Random, len_q: usize, len_k: usize) -> Vec<(i32, i32)
 pub fn shifted(ranges: &[(i32, i32)], keys: usize) -> Vec<(i32, i32)> {
     let keys = keys as i32;
     ranges.iter().map(|(start, end)| (start.saturating_sub(keys), end.saturating_sub(keys))).collect()
+}
+
+/// A bias for sequences of the lengths of `spec`, with -inf in some elements and in all elements of some rows.
+fn bias(form: BiasForm, spec: &BatchSpec, random: &mut Random) -> BatchBias {
+    let dtype = form.dtype.unwrap_or(spec.dtypes.q);
+    let longest = |of: fn(&(usize, usize)) -> usize| spec.lengths.iter().map(of).max().unwrap_or(0);
+    let (mut rows, mut keys) = (longest(|of| of.0).max(1), longest(|of| of.1).max(1));
+    if form.short {
+        (rows, keys) = (rows - rows / 3, keys - keys / 4);
+    }
+    let heads = if form.per_head { spec.heads.0 } else { 1 };
+    let count = if form.per_sequence { spec.lengths.len() } else { 1 };
+    let mut values = Vec::with_capacity(count * heads * rows * keys);
+    for (index, i) in (0..count).flat_map(|index| (0..heads * rows).map(move |row| (index, row % rows))) {
+        let hides_all = random.below(11) == 0;
+        for j in 0..keys {
+            let in_sequence = |lengths: &(usize, usize)| i < lengths.0 && j < lengths.1;
+            let is_read = if form.per_sequence {
+                in_sequence(&spec.lengths[index])
+            } else {
+                spec.lengths.iter().any(in_sequence)
+            };
+            let hidden = hides_all || random.below(12) == 0;
+            let drawn = dtype.round(2.0 * random.normal());
+            values.push(if !is_read {
+                f64::NAN
+            } else if hidden {
+                f64::NEG_INFINITY
+            } else {
+                drawn
+            });
+        }
+    }
+    BatchBias { dtype, per_sequence: form.per_sequence, heads, rows, keys, values }
 }
 
 /// `[Hq]`: slopes that models use, and others that the formula allows.

@@ -6,8 +6,8 @@
 use self::accuracy::{FP8_HEAD_DIMS, LSE, LSE_CAPPED, fp8_score};
 use super::summary;
 use super::{
-    Alibi, Array, AttentionCase, AttentionConfig, AttentionRow, BF16, Dtypes, F8E4M3FN, F16, F32, Head, Mask, Score,
-    TreeOf, attend, attend_naively, attend_naively_in_fp8, largest_magnitude, runs_on_cpu,
+    Alibi, Array, AttentionCase, AttentionConfig, AttentionRow, BF16, BiasOf, Dtypes, F8E4M3FN, F16, F32, Head, Mask,
+    Score, TreeOf, attend, attend_naively, attend_naively_in_fp8, largest_magnitude, runs_on_cpu,
 };
 use xla_attention::Op;
 
@@ -153,6 +153,17 @@ impl ClampedSequence {
         Some(Box::new(move |i, j| mask.bit(index, i, j)))
     }
 
+    /// The bias of query `i` and key `j`; 0 past the rows and keys of the operand.
+    pub fn bias(&self, case: &AttentionCase, head: usize, i: usize, j: usize) -> f64 {
+        let Some(bias) = &case.bias else { return 0.0 };
+        let [seqs, heads, rows, keys] = [0, 1, 2, 3].map(|axis| bias.dims[axis] as usize);
+        if i >= rows || j >= keys {
+            return 0.0;
+        }
+        let (b, h) = (if seqs == 1 { 0 } else { self.index }, if heads == 1 { 0 } else { head });
+        case.bias_values[((b * heads + h) * rows + i) * keys + j]
+    }
+
     /// The sequence's mask.
     pub fn mask(&self, case: &AttentionCase) -> Mask {
         case.config.mask.at(self.q_offset)
@@ -181,6 +192,7 @@ impl ClampedSequence {
             leftpad,
             bounds: Box::new(move |i| self.bounds(case, i)),
             tree: self.tree(case),
+            bias: case.bias.as_ref().map(|_| -> BiasOf { Box::new(move |i, j| self.bias(case, head, i, j)) }),
             dims: [case.config.head_dim, case.config.value_dim],
             query: Box::new(move |i| self.query(case, i, head)),
             key: Box::new(move |j| self.stored(case, 0, j, kv_head)),
@@ -217,8 +229,8 @@ pub fn are_finite(numbers: &[f64]) -> bool {
     numbers.iter().all(|x| x.abs() <= LARGEST)
 }
 
-/// Whether all queries of a sequence, all keys and values that one of them attends to, and its slopes, sinks and scales are
-/// finite. A sink of -inf is valid and has no effect.
+/// Whether all queries of a sequence, all keys and values that one of them attends to, and its slopes, sinks, scales and
+/// biases are finite. A sink of -inf is valid and has no effect, and a bias of -inf hides a key.
 fn computes_with_finite_numbers(case: &AttentionCase, sequence: &ClampedSequence) -> bool {
     let finite = are_finite;
     let &ClampedSequence { len_q, len_k, .. } = sequence;
@@ -230,7 +242,12 @@ fn computes_with_finite_numbers(case: &AttentionCase, sequence: &ClampedSequence
     let mut queries = (0..len_q).flat_map(|i| heads.clone().map(move |h| (i, h)));
     let stored = |j, h| finite(sequence.stored(case, 0, j, h)) && finite(sequence.stored(case, 1, j, h));
     let mut keys = (0..len_k).filter(|&j| is_visible[j]);
-    queries.all(|(i, h)| finite(sequence.query(case, i, h)))
+    let is_bias = |x: f64| x == f64::NEG_INFINITY || finite(&[x]);
+    let biases =
+        |i: usize, h: usize| sequence.visible(case, i).into_iter().all(|j| is_bias(sequence.bias(case, h, i, j)));
+    let has_biases = case.bias.is_none() || queries.clone().all(|(i, h)| biases(i, h));
+    has_biases
+        && queries.all(|(i, h)| finite(sequence.query(case, i, h)))
         && keys.all(|j| (0..case.config.kv_heads).all(|h| stored(j, h)))
         && (len_q == 0 || heads.clone().all(|h| sequence.score(case, h).is_finite()))
 }

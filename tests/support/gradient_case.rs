@@ -137,6 +137,14 @@ impl GradientCase {
         if let Some(bytes) = case.workspace {
             call = call.result("workspace", U8, &[bytes as i64]);
         }
+        if let Some(bias) = &case.bias {
+            for (name, dtype) in [("dsinks", F32), ("workspace", U8)] {
+                if !call.results.iter().any(|result| result.name == name) {
+                    call = call.result(name, dtype, &[0]);
+                }
+            }
+            call = call.result("dbias", self.options.dtype.unwrap_or(bias.dtype), &bias.dims);
+        }
         call.description = format!("{:?} of {}", self.options, case.name);
         call
     }
@@ -213,14 +221,15 @@ impl RowExpectation {
     }
 }
 
-/// The expected dq, dk, dv and dsinks.
-pub type ExpectedGradients = [ExpectedGradient; 4];
+/// The expected dq, dk, dv, dsinks and dbias.
+pub type ExpectedGradients = [ExpectedGradient; 5];
 
 /// The expected gradients of a call.
 pub fn expected_gradients(case: &GradientCase, invalid_metadata: InvalidMetadata) -> ExpectedGradients {
     let forward = &case.forward;
     let AttentionConfig { q_heads, kv_heads, head_dim, value_dim, dtypes, .. } = forward.config;
     let (rows, keys) = (forward.rows(), forward.kv_geometry.num_pages);
+    let bias_dims = forward.bias.as_ref().map_or([0; 4], |bias| [0, 1, 2, 3].map(|axis| bias.dims[axis] as usize));
     let nothing = |name, count: usize, row: usize| ExpectedGradient {
         name,
         row,
@@ -233,6 +242,7 @@ pub fn expected_gradients(case: &GradientCase, invalid_metadata: InvalidMetadata
         nothing("dk", keys, kv_heads * head_dim),
         nothing("dv", keys, kv_heads * value_dim),
         nothing("dsinks", 1, q_heads),
+        nothing("dbias", bias_dims[..3].iter().product(), bias_dims[3]),
     ];
     let numbers =
         Values { out: case.out.values(), dout: case.dout.values(), dlse: case.dlse.as_ref().map(Array::values) };
@@ -242,12 +252,31 @@ pub fn expected_gradients(case: &GradientCase, invalid_metadata: InvalidMetadata
         let known = sequence.is_specified(invalid_metadata) && case.has_finite_cotangents(&numbers, sequence);
         let visible_keys = |i: usize| sequence.visible(forward, i);
         record_contributions(&mut expected, sequence, known, visible_keys);
+        let [seqs, bias_heads, bias_rows, bias_keys] = bias_dims;
+        let row_of_bias = |head: usize, i: usize| {
+            let (b, h) = (if seqs == 1 { 0 } else { sequence.index }, if bias_heads == 1 { 0 } else { head });
+            (b * bias_heads + h) * bias_rows + i
+        };
+        for (head, i) in (0..q_heads).flat_map(|head| (0..sequence.len_q.min(bias_rows)).map(move |i| (head, i))) {
+            let row = &mut expected[4].rows[row_of_bias(head, i)];
+            row.add();
+            if !known {
+                *row = RowExpectation::Any;
+            }
+        }
         if forward.config.sinks.is_some() {
             expected[3].rows[0].add();
         }
         for head in (0..q_heads).filter(|_| known) {
             let gradients = case.head_gradients(&numbers, sequence, head);
-            for (index, HeadGradients { dq, dk, dv, dsink }) in gradients.into_iter().enumerate() {
+            for (index, HeadGradients { dq, dk, dv, dsink, dbias }) in gradients.into_iter().enumerate() {
+                if !dbias.is_empty() {
+                    let to = if index == 0 { &mut expected[4].exact } else { &mut expected[4].naive };
+                    for (i, part) in dbias.chunks_exact(sequence.len_k).take(bias_rows).enumerate() {
+                        let to = &mut to[row_of_bias(head, i) * bias_keys..][..bias_keys];
+                        to.iter_mut().zip(part).for_each(|(to, x)| *to += x);
+                    }
+                }
                 let heads = (head, forward.config.kv_head(head));
                 let parts = [
                     (dq, sequence.first_row, q_heads, heads.0, head_dim),
@@ -266,8 +295,8 @@ pub fn expected_gradients(case: &GradientCase, invalid_metadata: InvalidMetadata
         }
     }
     // The naive formula would store the sum over the heads of a group in an array, too.
-    for ExpectedGradient { naive, .. } in &mut expected[1..3] {
-        for x in naive {
+    for index in [1, 2, 4] {
+        for x in &mut expected[index].naive {
             *x = dtypes.out.round(*x);
         }
     }
@@ -281,7 +310,7 @@ fn record_contributions(
     known: bool,
     visible_keys: impl Fn(usize) -> Vec<usize>,
 ) {
-    let [dq, dk, dv, dsinks] = expected;
+    let [dq, dk, dv, dsinks, _] = expected;
     for i in 0..sequence.len_q {
         let visible = visible_keys(i);
         if !visible.is_empty() {
@@ -339,7 +368,11 @@ impl ExpectedGradient {
 /// Asserts that the results of a call match. `floor` is relative to the largest expected value of each gradient. The
 /// error goes into the summary.
 pub fn assert_gradients(case: &GradientCase, expected: &ExpectedGradients, results: &[Array], floor: f64) {
-    for (actual, gradient) in case.computed(results).iter().zip(expected) {
+    for (result, actual) in case.invocation().results.iter().zip(results) {
+        let Some(gradient) = expected.iter().find(|of| of.name == result.name) else { continue };
+        if result.dims == [0] {
+            continue;
+        }
         let error_bound = gradient.error_bound(floor);
         let largest = gradient.assert_within(&case.forward, error_bound, actual);
         summary::record(&case.forward.name, case.forward.config.dtypes, largest, error_bound);
@@ -357,6 +390,10 @@ impl ReferenceCase for GradientCase {
 
     fn call(&self) -> Invocation {
         self.invocation()
+    }
+
+    fn computed(&self, results: &[Array]) -> Vec<Array> {
+        results.iter().filter(|result| result.dtype != U8 && result.dims != [0]).cloned().collect()
     }
 
     fn comparison(&self, invalid_metadata: InvalidMetadata) -> Comparison<'_> {

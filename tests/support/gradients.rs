@@ -26,6 +26,8 @@ pub struct HeadGradients {
     /// `[len_k, Dv]`.
     pub dv: Vec<f64>,
     pub dsink: f64,
+    /// `[len_q, len_k]`, with a bias.
+    pub dbias: Vec<f64>,
 }
 
 impl HeadGradients {
@@ -35,17 +37,19 @@ impl HeadGradients {
             dk: vec![0.0; head.len_k * head.dims[0]],
             dv: vec![0.0; head.len_k * head.dims[1]],
             dsink: 0.0,
+            dbias: if head.bias.is_some() { vec![0.0; head.len_q * head.len_k] } else { Vec::new() },
         }
     }
 
     fn all(&self) -> impl Iterator<Item = &f64> {
-        self.dq.iter().chain(&self.dk).chain(&self.dv).chain(std::iter::once(&self.dsink))
+        self.dq.iter().chain(&self.dk).chain(&self.dv).chain(std::iter::once(&self.dsink)).chain(&self.dbias)
     }
 }
 
-/// The ALiBi bias of a score.
-fn bias(head: &Head, score: &Score, i: usize, j: usize) -> Option<f64> {
-    score.slope.map(|slope| -f64::from(slope) * head.distance(score.mask, i, j))
+/// What is added to a score: by ALiBi, and by the bias of the row and the key.
+fn biases(head: &Head, score: &Score, i: usize, j: usize) -> impl Iterator<Item = f64> {
+    let slope = score.slope.map(|slope| -f64::from(slope) * head.distance(score.mask, i, j));
+    slope.into_iter().chain(head.bias.as_ref().map(|bias| bias(i, j)))
 }
 
 fn add(to: &mut [f64], factor: f64, x: &[f64]) {
@@ -67,7 +71,7 @@ pub fn differentiate(head: &Head, of: &ForwardResults, score: &Score) -> HeadGra
                 let s = scale * dot((head.query)(i), (head.key)(j));
                 let t = (s / cap).tanh();
                 let (s, slope) = if cap > 0.0 { (cap * t, 1.0 - t * t) } else { (s, 1.0) };
-                (s + bias(head, score, i, j).unwrap_or(0.0), slope)
+                (s + biases(head, score, i, j).sum::<f64>(), slope)
             })
             .collect();
         let largest = scores.iter().map(|s| s.0).fold(sink, f64::max);
@@ -81,7 +85,11 @@ pub fn differentiate(head: &Head, of: &ForwardResults, score: &Score) -> HeadGra
         let delta = dot(&p, &dp) - (of.dlse)(i);
         gradients.dsink -= sink_weight / sum * delta;
         for (index, j) in visible.into_iter().enumerate() {
-            let ds = scale * p[index] * (dp[index] - delta) * scores[index].1;
+            let of_logit = p[index] * (dp[index] - delta);
+            let ds = scale * of_logit * scores[index].1;
+            if head.bias.is_some() {
+                gradients.dbias[i * head.len_k + j] = of_logit;
+            }
             add(&mut gradients.dq[i * d..][..d], ds, (head.key)(j));
             add(&mut gradients.dk[j * d..][..d], ds, (head.query)(i));
             add(&mut gradients.dv[j * dv..][..dv], p[index], (of.dout)(i));
@@ -104,8 +112,8 @@ pub fn differentiate_naively(head: &Head, of: &ForwardResults, score: &Score, dt
         return naive;
     }
     let mut wide = differentiate_rounding(head, of, score, |x| x);
-    let HeadGradients { dq, dk, dv, .. } = &mut wide;
-    [dq, dk, dv].into_iter().flatten().for_each(|x| *x = f64::from(round(*x as f32)));
+    let HeadGradients { dq, dk, dv, dbias, .. } = &mut wide;
+    [dq, dk, dv, dbias].into_iter().flatten().for_each(|x| *x = f64::from(round(*x as f32)));
     wide
 }
 
@@ -132,7 +140,7 @@ fn differentiate_rounding(
                 let s = round(scale * round(dot_in_f32((head.query)(i), (head.key)(j))));
                 let t = round((s / cap).tanh());
                 let (s, slope) = if cap > 0.0 { (round(cap * t), round(1.0 - t * t)) } else { (s, 1.0) };
-                (bias(head, score, i, j).map_or(s, |bias| round(s + round(bias as f32))), slope)
+                (biases(head, score, i, j).fold(s, |s, bias| round(s + round(bias as f32))), slope)
             })
             .collect();
         let largest = scores.iter().map(|s| s.0).fold(sink, f32::max);
@@ -148,7 +156,11 @@ fn differentiate_rounding(
         for (s, j) in scores.into_iter().zip(visible) {
             let p = round((s.0 - lse).exp());
             let dp = round(dot_in_f32((of.dout)(i), (head.value)(j)));
-            let ds = round(round(p * (dp - delta)) * s.1);
+            let of_logit = round(p * (dp - delta));
+            let ds = round(of_logit * s.1);
+            if head.bias.is_some() {
+                gradients.dbias[i * head.len_k + j] = f64::from(of_logit);
+            }
             add(&mut gradients.dq[i * d..][..d], ds, (head.key)(j));
             add(&mut gradients.dk[j * d..][..d], ds, (head.query)(i));
             add(&mut gradients.dv[j * dv..][..dv], p, (of.dout)(i));

@@ -194,7 +194,7 @@ impl ReferenceCase for MlaUpdateCase {
                 assert!(results[0] == separate[0], "{name}, in place: {in_place}: out is not that of two calls");
                 let same = !self.attention.lse || results[2] == separate[1];
                 assert!(same, "{name}: the lse is not that of two calls");
-                actual = self.computed(&results).to_vec();
+                actual = self.computed(&results);
             }
         });
         actual

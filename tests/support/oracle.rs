@@ -114,6 +114,8 @@ pub type BoundsOf<'a> = Box<dyn Fn(usize) -> (Option<i32>, Option<i32>) + 'a>;
 
 /// Whether a query attends to the key of another one.
 pub type TreeOf<'a> = Box<dyn Fn(usize, usize) -> bool + 'a>;
+/// A function from a query and a key to their bias.
+pub type BiasOf<'a> = Box<dyn Fn(usize, usize) -> f64 + 'a>;
 
 /// The inputs of one query head of one sequence.
 pub struct Head<'a> {
@@ -124,6 +126,7 @@ pub struct Head<'a> {
     pub bounds: BoundsOf<'a>,
     /// The tree, if the sequence has one.
     pub tree: Option<TreeOf<'a>>,
+    pub bias: Option<BiasOf<'a>>,
     /// D and Dv.
     pub dims: [usize; 2],
     /// `[D]`.
@@ -191,11 +194,15 @@ pub fn attend(head: &Head, i: usize, score: &Score) -> AttentionRow {
         .map(|&j| {
             let s = scale * dot((head.query)(i), (head.key)(j));
             let s = if cap > 0.0 { cap * (s / cap).tanh() } else { s };
-            score.slope.map_or(s, |slope| s - f64::from(slope) * head.distance(score.mask, i, j))
+            let s = score.slope.map_or(s, |slope| s - f64::from(slope) * head.distance(score.mask, i, j));
+            head.bias.as_ref().map_or(s, |bias| s + bias(i, j))
         })
         .collect();
     let sink = score.sink.map_or(f64::NEG_INFINITY, f64::from);
     let largest = scores.iter().copied().fold(sink, f64::max);
+    if scores.iter().all(|s| *s == f64::NEG_INFINITY) {
+        return AttentionRow::of_nothing(head.dims[1], score.sink);
+    }
     let denominator: f64 = scores.iter().map(|s| (s - largest).exp()).sum::<f64>() + (sink - largest).exp();
     let mut out = vec![0.0; head.dims[1]];
     for (j, s) in visible.into_iter().zip(&scores) {
@@ -260,11 +267,15 @@ fn attend_rounding(
         .map(|&j| {
             let s = round(scale * round(dot_in_f32((head.query)(i), (head.key)(j))));
             let s = if cap > 0.0 { round(cap * round((s / cap).tanh())) } else { s };
-            score.slope.map_or(s, |slope| round(s - round(slope * head.distance(score.mask, i, j) as f32)))
+            let s = score.slope.map_or(s, |slope| round(s - round(slope * head.distance(score.mask, i, j) as f32)));
+            head.bias.as_ref().map_or(s, |bias| round(s + round(bias(i, j) as f32)))
         })
         .collect();
     let sink = score.sink.unwrap_or(f32::NEG_INFINITY);
     let largest = scores.iter().copied().fold(sink, f32::max);
+    if scores.iter().all(|s| *s == f32::NEG_INFINITY) {
+        return AttentionRow::of_nothing(head.dims[1], score.sink);
+    }
     let denominator: f32 = scores.iter().map(|s| (s - largest).exp()).sum::<f32>() + (sink - largest).exp();
     let mut out = vec![0.0f32; head.dims[1]];
     for (j, s) in visible.into_iter().zip(&scores) {

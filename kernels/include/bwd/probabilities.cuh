@@ -5,6 +5,7 @@
 #include <cmath>
 #include <cstdint>
 
+#include "bwd/bias_rows.cuh"
 #include "bwd/ptx_extra.cuh"
 #include "bwd/sequence_segment.cuh"
 #include "element.cuh"
@@ -25,8 +26,9 @@ struct bwd_logits_softcap_alibi {
 };
 
 /// Calls `work(tile, block, i, stats)` for each score of a warp's accumulators, `stats` being what `describe` makes of
-/// the statistics of its query row. Query rows are the columns of the scores in the dK/dV kernel (kHoldsKeys) and their
-/// rows in the dQ kernel; `queries` are the statistics of those columns, or of the warp's rows.
+/// the statistics of its query row and of their index in `queries`. Query rows are the columns of the scores in the
+/// dK/dV kernel (kHoldsKeys) and their rows in the dQ kernel; `queries` are the statistics of those columns, or of the
+/// warp's rows.
 template <bool kHoldsKeys, int kTiles, int kBlocks, typename Describe, typename Work>
 __device__ __forceinline__ void for_scores(const QueryRowStats* queries, const Describe& describe, const Work& work) {
   // The lane is read again here rather than kept: registers are scarcest in this loop.
@@ -36,7 +38,8 @@ __device__ __forceinline__ void for_scores(const QueryRowStats* queries, const D
     for (int block = 0; block < kBlocks; ++block) {
 #pragma unroll
       for (int side = 0; side < 2; ++side) {
-        const auto stats = describe(queries[8 * block + 2 * t + side]);
+        const int index = 8 * block + 2 * t + side;
+        const auto stats = describe(queries[index], index);
 #pragma unroll
         for (int tile = 0; tile < kTiles; ++tile) {
           work(tile, block, side, stats);
@@ -49,7 +52,8 @@ __device__ __forceinline__ void for_scores(const QueryRowStats* queries, const D
     for (int tile = 0; tile < kTiles; ++tile) {
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
-        const auto stats = describe(queries[16 * tile + 8 * half + g]);
+        const int index = 16 * tile + 8 * half + g;
+        const auto stats = describe(queries[index], index);
 #pragma unroll
         for (int block = 0; block < kBlocks; ++block) {
           work(tile, block, 2 * half, stats);
@@ -64,69 +68,86 @@ struct PlacedRowStats : QueryRowStats {
   float distance;  // of its query from the first key of this thread's scores; arbitrary outside of the segment
 };
 
+/// With the element of the query's row of the bias.
+struct BiasedRowStats : PlacedRowStats {
+  int64_t bias;
+};
+
 /// `p_and_ds` for one logits transform.
-template <typename T, bool kHoldsKeys, bool kHasSoftcap, bool kHasAlibi, int kTiles, int kBlocks>
+template <typename T, bool kHoldsKeys, bool kHasSoftcap, bool kHasAlibi, bool kAfterCap, int kTiles, int kBlocks,
+          typename Bias>
 __device__ __forceinline__ void p_and_ds_with(float (&score)[kTiles][kBlocks][4], float (&gradient)[kTiles][kBlocks][4],
                                               const AttentionParams& params, const QueryRowStats* queries,
-                                              int32_t first_key) {
+                                              int32_t first_key, const Bias& bias) {
+  constexpr float kLog2E = 1.44269504088896341f;
   constexpr float kTwoLog2E = 2.88539008177792681f;
   const float cap = params.softcap_log2;
   const int32_t lane = ptx::thread() % 32;
   const uint32_t nearest = first_key + (kHoldsKeys ? lane / 4 : lane % 4 * 2);
-  const auto describe = [&](const QueryRowStats& row) {
+  const auto describe = [&](const QueryRowStats& row, int index) {
     const auto distance = static_cast<int32_t>(static_cast<uint32_t>(row.position) - nearest);
     PlacedRowStats placed = {row, static_cast<float>(distance)};
     if constexpr (kHasSoftcap && Element<T>::kIs16Bit) placed.negative_lse += cap;
-    return placed;
+    if constexpr (Bias::kExists) {
+      return BiasedRowStats{placed, bias.row(index)};
+    } else {
+      return placed;
+    }
   };
-  for_scores<kHoldsKeys, kTiles, kBlocks>(
-      queries, describe, [&](int tile, int block, int i, const PlacedRowStats& row) {
-        float &p = score[tile][block][i], &ds = gradient[tile][block][i];
-        float logit, slope = 1.0f;
-        if constexpr (!kHasSoftcap) {
-          logit = __fmaf_rn(p, params.softmax_scale_log2, row.negative_lse);
-        } else if constexpr (Element<T>::kIs16Bit) {
-          // With r = 1 / (1 + exp(2 x)), tanh x is 1 - 2 r and its derivative 4 r (1 - r), here to within 2^-22.
-          // tanh.approx is not accurate enough: p is normalised by the lse that the forward pass has computed.
-          const float r = ptx::reciprocal_approx(1.0f + ptx::exp2_approx(p * (params.score_factor * kTwoLog2E)));
-          logit = __fmaf_rn(-2.0f * cap, r, row.negative_lse);
-          slope = __fmaf_rn(-r, r, r);
-        } else {
-          const float tanh_logit = tanhf(p * params.score_factor);
-          logit = __fmaf_rn(cap, tanh_logit, row.negative_lse);
-          slope = 1.0f - tanh_logit * tanh_logit;
-        }
-        if constexpr (kHasAlibi) {
-          const int32_t key = kHoldsKeys ? 16 * tile + 8 * (i / 2) : 8 * block + i % 2;
-          logit = __fmaf_rn(row.negative_slope, fabsf(row.distance - static_cast<float>(key)), logit);
-        }
-        p = ptx::exp2_approx(logit);
-        if constexpr (!kHasSoftcap) {
-          ds = p * (ds - row.delta);
-        } else if constexpr (Element<T>::kIs16Bit) {
-          ds = p * (slope * __fmaf_rn(4.0f, ds, -4.0f * row.delta));
-        } else {
-          ds = p * (slope * (ds - row.delta));
-        }
-      });
+  for_scores<kHoldsKeys, kTiles, kBlocks>(queries, describe, [&](int tile, int block, int i, const auto& row) {
+    float &p = score[tile][block][i], &ds = gradient[tile][block][i];
+    float logit;
+    [[maybe_unused]] float slope = 1.0f;
+    if constexpr (!kHasSoftcap) {
+      logit = __fmaf_rn(p, params.softmax_scale_log2, row.negative_lse);
+    } else if constexpr (Element<T>::kIs16Bit) {
+      // With r = 1 / (1 + exp(2 x)), tanh x is 1 - 2 r and its derivative 4 r (1 - r), here to within 2^-22.
+      // tanh.approx is not accurate enough: p is normalised by the lse that the forward pass has computed.
+      const float r = ptx::reciprocal_approx(1.0f + ptx::exp2_approx(p * (params.score_factor * kTwoLog2E)));
+      logit = __fmaf_rn(-2.0f * cap, r, row.negative_lse);
+      slope = __fmaf_rn(-r, r, r);
+    } else {
+      const float tanh_logit = tanhf(p * params.score_factor);
+      logit = __fmaf_rn(cap, tanh_logit, row.negative_lse);
+      slope = 1.0f - tanh_logit * tanh_logit;
+    }
+    [[maybe_unused]] const int32_t key = kHoldsKeys ? 16 * tile + 8 * (i / 2) : 8 * block + i % 2;
+    if constexpr (kHasAlibi) {
+      logit = __fmaf_rn(row.negative_slope, fabsf(row.distance - static_cast<float>(key)), logit);
+    }
+    if constexpr (Bias::kExists) {
+      logit = __fmaf_rn(kLog2E, bias.at(row.bias, static_cast<int32_t>(nearest) + key), logit);
+    }
+    p = ptx::exp2_approx(logit);
+    if constexpr (!kHasSoftcap || kAfterCap) {
+      ds = p * (ds - row.delta);
+    } else if constexpr (Element<T>::kIs16Bit) {
+      ds = p * (slope * __fmaf_rn(4.0f, ds, -4.0f * row.delta));
+    } else {
+      ds = p * (slope * (ds - row.delta));
+    }
+  });
 }
 
 /// Turns a warp's products in place: `score` (q . k) into P and `gradient` (dout . v) into dS. Masks are not applied.
 /// `first_key` is the key of the warp's first row in the dK/dV kernel (kHoldsKeys), of its first column in the dQ
-/// kernel.
-template <typename T, bool kHoldsKeys, typename LogitsTransform, int kTiles, int kBlocks>
+/// kernel. With kAfterCap, dS is the gradient of what is added after the soft cap.
+template <typename T, bool kHoldsKeys, typename LogitsTransform, bool kAfterCap = false, int kTiles, int kBlocks,
+          typename Bias = NoBias>
 __device__ __forceinline__ void p_and_ds(float (&score)[kTiles][kBlocks][4], float (&gradient)[kTiles][kBlocks][4],
-                                         const AttentionParams& params, const QueryRowStats* queries,
-                                         int32_t first_key) {
+                                         const AttentionParams& params, const QueryRowStats* queries, int32_t first_key,
+                                         const Bias& bias = {}) {
   if constexpr (LogitsTransform::kTransforms) {
     const bool has_softcap = params.softcap_log2 > 0.0f;
     if (params.alibi_slopes != nullptr) {
-      if (has_softcap) return p_and_ds_with<T, kHoldsKeys, true, true>(score, gradient, params, queries, first_key);
-      return p_and_ds_with<T, kHoldsKeys, false, true>(score, gradient, params, queries, first_key);
+      if (has_softcap)
+        return p_and_ds_with<T, kHoldsKeys, true, true, kAfterCap>(score, gradient, params, queries, first_key, bias);
+      return p_and_ds_with<T, kHoldsKeys, false, true, kAfterCap>(score, gradient, params, queries, first_key, bias);
     }
-    if (has_softcap) return p_and_ds_with<T, kHoldsKeys, true, false>(score, gradient, params, queries, first_key);
+    if (has_softcap)
+      return p_and_ds_with<T, kHoldsKeys, true, false, kAfterCap>(score, gradient, params, queries, first_key, bias);
   }
-  p_and_ds_with<T, kHoldsKeys, false, false>(score, gradient, params, queries, first_key);
+  p_and_ds_with<T, kHoldsKeys, false, false, kAfterCap>(score, gradient, params, queries, first_key, bias);
 }
 
 /// Sets P and dS to 0 outside of each row's visible columns, `columns_of(row)` for row `row` of the warp; the

@@ -6,19 +6,9 @@
 #include "bwd/ptx_extra.cuh"
 #include "bwd/sequence_segment.cuh"
 #include "key_ranges.cuh"
-#include "params/attention_bwd.cuh"
 #include "params/key_ranges.cuh"
 
 namespace xa {
-
-/// The parameter of a kernel of this shape.
-template <typename Shape>
-using BackwardParamsOf = std::conditional_t<Shape::kHasRanges, KeyRangeBackwardParams, BackwardParams>;
-
-__device__ __forceinline__ const BackwardParams& backward_of(const BackwardParams& params) { return params; }
-__device__ __forceinline__ const BackwardParams& backward_of(const KeyRangeBackwardParams& params) {
-  return params.backward;
-}
 
 /// The first query from `query` on that attends to some of the keys [low, high] of the sequence in `tile`; len_q if
 /// there is none. All lanes of a warp call this and get the same query. One step reads the bounds of 128 queries.

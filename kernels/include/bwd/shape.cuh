@@ -10,7 +10,7 @@
 //
 //     rows held (2 operands) | kStages blocks of streamed rows (2 operands) | exchanged P, dS | QueryRowStats |
 //     dK/dV: ColumnRange of each key; with bounds of keys (shape_key_ranges), RowRange of each query row |
-//     SequenceSegment
+//     dK/dV with a bias (shape_bias): its element of each query row | SequenceSegment
 #pragma once
 
 #include <cstdint>
@@ -40,6 +40,8 @@ struct BackwardShape : tiles::AttentionBwd<Gradient, Shape, sizeof(T), kHeadDim_
   static constexpr bool kHoldsKeys = std::is_same_v<Gradient, tiles::gradient_dkdv>;
   /// Whether query rows have bounds of their keys (key_ranges.cuh).
   static constexpr bool kHasRanges = std::is_same_v<Shape, tiles::shape_key_ranges>;
+  /// Whether pairs of rows and keys have a bias (score_bias.cuh).
+  static constexpr bool kHasBias = std::is_same_v<Shape, tiles::shape_bias>;
   static constexpr int kWarps = Config::kRowWarps * Config::kColumnWarps, kThreads = 32 * kWarps;
   static constexpr int kWarpRows = 16 * Config::kRowTiles;
   /// Rows of the block that the CTA holds.
@@ -68,7 +70,9 @@ struct BackwardShape : tiles::AttentionBwd<Gradient, Shape, sizeof(T), kHeadDim_
   static constexpr int kQueryRowsOffset = kExchangeOffset + kExchangeBytes;
   static constexpr int kColumnRangesOffset = kQueryRowsOffset + kQueryRows * static_cast<int>(sizeof(QueryRowStats));
   static constexpr int kRanges = kHasRanges ? kQueryRows : (kHoldsKeys ? kHeld : 0);
-  static constexpr int kSegmentOffset = kColumnRangesOffset + kRanges * static_cast<int>(sizeof(ColumnRange));
+  static constexpr int kBiasRowsOffset = kColumnRangesOffset + kRanges * static_cast<int>(sizeof(ColumnRange));
+  static constexpr int kBiasRows = kHasBias && kHoldsKeys ? kQueryRows : 0;
+  static constexpr int kSegmentOffset = kBiasRowsOffset + kBiasRows * static_cast<int>(sizeof(int64_t));
   static constexpr int kNeededBytes = kSegmentOffset + static_cast<int>(sizeof(SequenceSegment));
 
   static_assert(Config::kBlock % Config::kChunk == 0 && Config::kChunk % 16 == 0);

@@ -4,6 +4,7 @@ use super::block_rows::BLOCK;
 use super::plan::WorkTile;
 use super::row_trees::RowTree;
 use super::sequences::{Sequence, Window};
+use crate::cpu::score_bias::{BiasRow, bias_of_lanes};
 use crate::cpu::simd::{MAX_LANES, Simd};
 use crate::problem::attention::Attention;
 use std::ops::Range;
@@ -27,13 +28,17 @@ pub(super) struct FwdLanes {
     tree: RowTree,
     /// Query and key offset of each lane, empty without a tree.
     queries: Vec<(usize, usize)>,
+    /// `[KV heads of the work tile][lanes]`, empty without a bias of pairs of rows and keys.
+    bias_rows: Vec<BiasRow>,
+    /// The lane's key offset.
+    key_offset: Vec<i32>,
 }
 
 impl FwdLanes {
     /// Make these the lanes of `tile`.
     ///
     /// # Safety
-    /// The problem's slopes are readable; the tile is one of the sequence `index`.
+    /// The problem's slopes and bias are readable for as long as the lanes are used; the tile is one of the sequence `index`.
     pub(super) unsafe fn set<S: Simd>(
         &mut self,
         problem: &Attention,
@@ -50,6 +55,8 @@ impl FwdLanes {
         self.slopes.clear();
         self.queries.clear();
         self.tree = sequence.tree;
+        self.bias_rows.clear();
+        self.key_offset.clear();
         for lane in 0..tile.lanes {
             let query = tile.queries.start + row_of_lane(lane) / group;
             let visible = sequence.visible(query, window);
@@ -59,6 +66,14 @@ impl FwdLanes {
             self.position.push(sequence.position(query) as i32 - key_offset);
             if self.tree.exists() {
                 self.queries.push((query, key_offset as usize));
+            }
+            self.key_offset.push(key_offset);
+        }
+        if let Some(bias) = &problem.score.bias {
+            for kv_head in tile.heads.clone() {
+                self.bias_rows.extend((0..tile.lanes).map(row_of_lane).map(|row| {
+                    BiasRow::of(bias, index, kv_head * group + row % group, tile.queries.start + row / group)
+                }));
             }
         }
         let Some(alibi) = problem.score.alibi else { return };
@@ -116,6 +131,13 @@ impl FwdLanes {
         !self.tree.shows(query, key + key_offset)
     }
 
+    /// The rows of the bias of a vector of lanes, for KV head number `head` of the work tile; `None` without a bias.
+    #[inline(always)]
+    pub(super) fn bias_rows<S: Simd>(&self, _: S, head: usize, lane: usize) -> Option<LaneBias<'_>> {
+        let rows = self.bias_rows.get(head * self.low.len() + lane..)?.get(..S::LANES)?;
+        Some(LaneBias { rows, key_offset: &self.key_offset[lane..lane + S::LANES] })
+    }
+
     /// (position relative to `first`, slope) of a vector of lanes, for KV head number `head` of the work tile; `None`
     /// without ALiBi.
     #[inline(always)]
@@ -124,6 +146,25 @@ impl FwdLanes {
         // SAFETY: the slice has LANES slopes.
         let slope = unsafe { simd.load(slopes.as_ptr()) };
         Some((relative(simd, &self.position[lane..], first, |x| x), slope))
+    }
+}
+
+/// The bias of a vector of lanes.
+#[derive(Clone, Copy)]
+pub(super) struct LaneBias<'a> {
+    rows: &'a [BiasRow],
+    key_offset: &'a [i32],
+}
+
+impl LaneBias<'_> {
+    /// The biases where the key of lane 0 is `key`.
+    ///
+    /// # Safety
+    /// The bias is readable.
+    #[inline(always)]
+    pub(super) unsafe fn at<S: Simd>(self, simd: S, key: usize) -> S::V {
+        // SAFETY: the caller guarantees readable rows.
+        unsafe { bias_of_lanes(simd, self.rows, |lane| key + self.key_offset[lane] as usize) }
     }
 }
 

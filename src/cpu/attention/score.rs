@@ -61,7 +61,7 @@ impl LogitsTransform {
         let scale = f64::from(score.softmax_scale) * f64::from(q_scale) * f64::from(k_scale);
         let softmax_scale_log2 = (scale * std::f64::consts::LOG2_E) as f32;
         let keeps_order = softmax_scale_log2.is_normal() && softmax_scale_log2 > 0.0;
-        if score.softcap > 0.0 || score.alibi.is_some() || !keeps_order {
+        if score.softcap > 0.0 || score.alibi.is_some() || score.bias.is_some() || !keeps_order {
             let scale_and_cap = Some(ScaleAndCap::new(scale, score.softcap));
             return Self { softmax_scale_log2: LOG2_E, scale_and_cap };
         }
@@ -85,12 +85,7 @@ pub(super) struct KeyPositions {
 
 impl KeyPositions {
     #[inline(always)]
-    pub(super) fn of_step(&self, step: usize) -> f32 {
-        self.key_of_step(step) as f32
-    }
-
-    #[inline(always)]
-    pub(super) fn key_of_step(&self, step: usize) -> usize {
+    pub(super) fn of_step(&self, step: usize) -> usize {
         self.first + step / self.alternating * self.stride + step % self.alternating
     }
 
@@ -128,7 +123,8 @@ impl MaskAndBias<'_> {
     /// Turn products into scores, in place; scores of masked keys become -inf.
     ///
     /// # Safety
-    /// `scores` has `positions.steps * vectors` vectors of the instruction set that `lanes` were made for.
+    /// `scores` has `positions.steps * vectors` vectors of the instruction set that `lanes` were made for; a bias is
+    /// readable.
     #[inline(always)]
     pub(super) unsafe fn apply<S: Simd>(self, simd: S, scores: *mut f32, vectors: usize) {
         // SAFETY: the caller guarantees the vectors that `ApplyMaskAndBias` requires.
@@ -153,6 +149,7 @@ impl SimdKernel for ApplyMaskAndBias<'_> {
         for v in 0..self.vectors {
             let lane = self.mask_and_bias.lane + v * S::LANES;
             let bias = lanes.bias(simd, head, lane, first);
+            let bias_rows = lanes.bias_rows(simd, head, lane);
             let (low, high) = lanes.visible_bounds(simd, lane, first);
             for step in 0..positions.steps {
                 let at = self.scores.wrapping_add((step * self.vectors + v) * S::LANES);
@@ -161,11 +158,16 @@ impl SimdKernel for ApplyMaskAndBias<'_> {
                 if let Some(scale_and_cap) = transform.scale_and_cap {
                     s = scale_and_cap.logits(simd, s);
                 }
-                let j = simd.splat(positions.of_step(step));
+                let key = positions.of_step(step);
+                let j = simd.splat(key as f32);
                 if let Some((position, slope)) = bias {
                     let distance = simd.sub(position, j);
                     let distance = simd.max(distance, simd.sub(simd.splat(0.0), distance));
                     s = simd.sub(s, simd.mul(slope, distance));
+                }
+                if let Some(bias_rows) = bias_rows {
+                    // SAFETY: the caller guarantees a readable bias.
+                    s = simd.add(s, unsafe { bias_rows.at(simd, first + key) });
                 }
                 if masked {
                     s = simd.select_lt(j, high, s, hidden);
@@ -176,7 +178,7 @@ impl SimdKernel for ApplyMaskAndBias<'_> {
             }
             if masked && lanes.has_tree_before(first + positions.end()) {
                 for step in 0..positions.steps {
-                    let key = first + positions.key_of_step(step);
+                    let key = first + positions.of_step(step);
                     for i in (0..S::LANES).filter(|i| lanes.is_hidden_by_tree(lane + i, key)) {
                         // SAFETY: one of the vectors of `scores`, as above, which has LANES elements.
                         unsafe { self.scores.add((step * self.vectors + v) * S::LANES + i).write(f32::NEG_INFINITY) };

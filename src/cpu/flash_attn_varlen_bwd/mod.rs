@@ -7,12 +7,15 @@
 //!   micro-panel (`query_panel`) at a time. Two products give the scores and dP = dout . V; `softmax_bwd` turns them
 //!   into P and dS; three more products add to dQ, dK and dV. `packing` lays out the operands, as f32 or as bf16 pairs.
 //!
+//! `bias_gradient` computes the scores once more where the gradient of a bias is asked for.
+//!
 //! A tile that is too large for one thread is cut twice, by queries for dQ and by keys for dK and dV, and its scores
 //! are computed twice.
 //!
 //! Each sum has one order, that of keys or of rows, whichever thread computes it: results have the same bits for any
 //! number of threads. Another instruction set may give other bits.
 
+mod bias_gradient;
 mod kv_block;
 mod packing;
 mod plan;
@@ -28,6 +31,7 @@ use crate::error::Result;
 use crate::log;
 use crate::pool::{Pool, SingleThread, parallel_for};
 use crate::problem::flash_attn_varlen_bwd::FlashAttnVarlenBwd;
+use bias_gradient::{BiasGradient, RunBiasTask};
 use plan::BwdPlan;
 use preprocess::Preprocess;
 use task::{BwdScratch, RunBwdTask};
@@ -86,5 +90,17 @@ unsafe fn run_with(isa: Isa, problem: &FlashAttnVarlenBwd, pool: &dyn Pool) -> R
         // SAFETY: the views are valid; plan, scratch and deltas were made for this problem, and the loop takes each
         // task once.
         unsafe { isa.dispatch(RunBwdTask::new(problem, &plan, scratch, deltas, &plan.tasks[index])) };
-    })
+    })?;
+    let Some(of) = BiasGradient::new(problem, &plan) else { return Ok(()) };
+    let isa = isa.without_bf16_pairs();
+    try_parallel_for(
+        pool,
+        of.num_tasks(),
+        || of.scratch(),
+        |scratch, task| {
+            let deltas = deltas.as_mut_ptr();
+            // SAFETY: as above; no other task accesses these rows of dbias.
+            unsafe { isa.dispatch(RunBiasTask { of, scratch, deltas, task }) };
+        },
+    )
 }

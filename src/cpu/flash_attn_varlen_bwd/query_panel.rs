@@ -5,6 +5,7 @@ use super::packing::{PackRows, row_stride};
 use super::plan::{BwdPlan, BwdTile, KEYS};
 use super::preprocess::{lse_of, row_of};
 use crate::cpu::attention::sequences::Window;
+use crate::cpu::score_bias::{BiasRow, bias_of_lanes};
 use crate::cpu::simd::{MAX_LANES, Simd};
 use crate::problem::flash_attn_varlen_bwd::FlashAttnVarlenBwd;
 use std::ops::Range;
@@ -20,12 +21,15 @@ pub(super) struct BwdLanes {
     /// Position of the query.
     position: [i32; MAX_ROWS],
     slope: [f32; MAX_ROWS],
+    bias_rows: [BiasRow; MAX_ROWS],
     minus_lse: [f32; MAX_ROWS],
     delta: [f32; MAX_ROWS],
     /// Lanes in use, whole vectors.
     width: usize,
-    /// Whether there are slopes.
+    /// Whether there are slopes or biases.
     pub(super) has_bias: bool,
+    /// Whether there is a bias of pairs of rows and keys.
+    pub(super) has_bias_rows: bool,
 }
 
 /// One vector of each array of [`BwdLanes`], with positions relative to a block's first key.
@@ -44,7 +48,28 @@ impl BwdLanes {
     fn padding(width: usize, has_bias: bool) -> Self {
         let (none, zero) = ([0; MAX_ROWS], [0.0; MAX_ROWS]);
         let minus_lse = [f32::NEG_INFINITY; MAX_ROWS];
-        Self { low: none, high: none, position: none, slope: zero, minus_lse, delta: zero, width, has_bias }
+        Self {
+            low: none,
+            high: none,
+            position: none,
+            slope: zero,
+            bias_rows: [BiasRow::NONE; MAX_ROWS],
+            minus_lse,
+            delta: zero,
+            width,
+            has_bias,
+            has_bias_rows: false,
+        }
+    }
+
+    /// The biases of key `key` of the sequence, of vector `v` of the lanes.
+    ///
+    /// # Safety
+    /// The bias is readable.
+    #[inline(always)]
+    pub(super) unsafe fn bias<S: Simd>(&self, simd: S, v: usize, key: usize) -> S::V {
+        // SAFETY: the caller guarantees readable rows.
+        unsafe { bias_of_lanes(simd, &self.bias_rows[v * S::LANES..], |_| key) }
     }
 
     /// Whether every lane attends to all of `keys`, which are relative to `first`.
@@ -129,7 +154,9 @@ impl QueryPanel {
             alibi.slopes.wrapping_add(sequence_offset)
         });
         self.rows = (tile.rows(group) - first).min(width);
-        self.lanes = BwdLanes::padding(width, slopes.is_some());
+        let bias = forward.score.bias;
+        self.lanes = BwdLanes::padding(width, slopes.is_some() || bias.is_some());
+        self.lanes.has_bias_rows = bias.is_some();
         // (query of the sequence, row t, head h) of a row of the panel.
         let indices = |row: usize| {
             let query = tile.queries.start + (first + row) / group;
@@ -141,10 +168,15 @@ impl QueryPanel {
             self.lanes.low[row] = visible.start as i32;
             self.lanes.high[row] = visible.end as i32;
             self.lanes.position[row] = sequence.position(query) as i32;
+            if let Some(bias) = &bias {
+                self.lanes.bias_rows[row] = BiasRow::of(bias, tile.sequence, h, query);
+            }
             // SAFETY: t < Tq and h < Hq; the slopes from here on are [Hq], those of the sequence if each has its own.
             unsafe {
                 self.lanes.slope[row] = slopes.map_or(0.0, |slopes| slopes.add(h).read());
-                self.lanes.minus_lse[row] = -lse_of(problem, t, h);
+                // A row that attends to no key, or whose biases are all -inf, has no probability.
+                let lse = lse_of(problem, t, h);
+                self.lanes.minus_lse[row] = if lse == f32::NEG_INFINITY { lse } else { -lse };
                 self.lanes.delta[row] = deltas.add(t * forward.num_q_heads + h).read();
             }
         }

@@ -20,7 +20,8 @@ const MAX_EXPONENT: f32 = 127.0;
 ///
 /// # Safety
 /// `p` and `ds` have NV vectors for each of `keys`; NV vectors are the width of `lanes`. Where pairs are multiplied,
-/// `ds_interleaved` has NV vectors for every two keys, and `keys` begin and end at even numbers.
+/// `ds_interleaved` has NV vectors for every two keys, and `keys` begin and end at even numbers. The bias of the lanes is
+/// readable.
 pub(super) struct SoftmaxBwd<'a, const NV: usize> {
     /// `q . k`, then P.
     pub(super) p: *mut f32,
@@ -34,6 +35,8 @@ pub(super) struct SoftmaxBwd<'a, const NV: usize> {
     pub(super) first: usize,
     pub(super) lanes: &'a BwdLanes,
     pub(super) scale_and_cap: ScaleAndCap,
+    /// dS is the gradient of what is added after the soft cap, the bias, instead of the gradient of the scores before it.
+    pub(super) after_cap: bool,
 }
 
 impl<const NV: usize> SimdKernel for SoftmaxBwd<'_, NV> {
@@ -82,6 +85,10 @@ impl<const NV: usize> SoftmaxBwd<'_, NV> {
                     let distance = simd.sub(lanes.position, position);
                     let distance = simd.max(distance, simd.sub(zero, distance));
                     s = simd.sub(s, simd.mul(lanes.slope, distance));
+                    if self.lanes.has_bias_rows {
+                        // SAFETY: the contract of the type.
+                        s = simd.add(s, unsafe { self.lanes.bias(simd, v, self.first + j) });
+                    }
                 }
                 // The factor log2(e) is not folded into the scale: rounded otherwise than the scale of the lse, it
                 // would shift all probabilities of a row with large scores.
@@ -90,7 +97,7 @@ impl<const NV: usize> SoftmaxBwd<'_, NV> {
                 let exponent = simd.mul(exponent, to_base_2);
                 let mut p = exp2(simd, simd.select_lt(limit, exponent, limit, exponent));
                 let mut ds = simd.mul(p, simd.sub(dp, lanes.delta));
-                if CAP_OR_BIAS {
+                if CAP_OR_BIAS && !self.after_cap {
                     ds = simd.mul(ds, tanh_derivative);
                 }
                 if MASKED {

@@ -141,7 +141,7 @@ impl TileRun<'_> {
                 block.load(simd, problem, (plan, tile), keys.clone());
                 for first in (0..rows).step_by(2 * S::LANES) {
                     let width = self.width::<S>(first);
-                    let visible = self.visible(&(first..(first + width).min(rows)), &keys);
+                    let visible = visible_keys(problem, (plan, tile), &(first..(first + width).min(rows)), &keys);
                     if visible.is_empty() {
                         continue;
                     }
@@ -161,17 +161,6 @@ impl TileRun<'_> {
                 self.store_dq(simd);
             }
         }
-    }
-
-    /// Those of the keys that at least one of the rows attends to, relative to the first key.
-    #[inline(always)]
-    fn visible(&self, rows: &Range<usize>, keys: &Range<usize>) -> Range<usize> {
-        let first = self.tile.queries.start;
-        let queries = first + rows.start / self.group..first + (rows.end - 1) / self.group + 1;
-        let sequence = &self.plan.sequences[self.tile.sequence];
-        let visible = sequence.visible_to_any(&queries, Window::of(&self.problem.forward.score));
-        let (start, end) = (visible.start.max(keys.start), visible.end.min(keys.end));
-        if start < end { start - keys.start..end - keys.start } else { 0..0 }
     }
 
     /// The five products of the block, whose first key has position `start`, and the micro-panel, whose first row is
@@ -209,6 +198,7 @@ impl TileRun<'_> {
                 first: start,
                 lanes: &panel.lanes,
                 scale_and_cap,
+                after_cap: false,
             });
             if self.tile.gradients.dk_dv() {
                 accumulate_dk_dv::<S, NV, MR>(simd, p, (panel.dout, depth), &keys, (block.dv, dv));
@@ -250,12 +240,29 @@ impl TileRun<'_> {
     }
 }
 
+/// Those of the keys that at least one of the tile's rows attends to, relative to the first key.
+#[inline(always)]
+pub(super) fn visible_keys(
+    problem: &FlashAttnVarlenBwd,
+    (plan, tile): (&BwdPlan, &BwdTile),
+    rows: &Range<usize>,
+    keys: &Range<usize>,
+) -> Range<usize> {
+    let group = problem.forward.num_q_heads / problem.forward.num_kv_heads;
+    let first = tile.queries.start;
+    let queries = first + rows.start / group..first + (rows.end - 1) / group + 1;
+    let sequence = &plan.sequences[tile.sequence];
+    let visible = sequence.visible_to_any(&queries, Window::of(&problem.forward.score));
+    let (start, end) = (visible.start.max(keys.start), visible.end.min(keys.end));
+    if start < end { start - keys.start..end - keys.start } else { 0..0 }
+}
+
 /// `to[j][row] = rows[j] . columns[..][row]` for `keys` j, whole groups of MR.
 ///
 /// # Safety
 /// `rows` are rows of `d` lanes of a block; `columns` is `[d][NV]` vectors, `to` has NV vectors for each key.
 #[inline(always)]
-unsafe fn dot_products<S: Simd, const NV: usize, const MR: usize>(
+pub(super) unsafe fn dot_products<S: Simd, const NV: usize, const MR: usize>(
     simd: S,
     (rows, d): (*const f32, usize),
     columns: *const f32,

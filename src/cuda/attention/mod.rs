@@ -6,6 +6,7 @@
 //! Each way to execute a call is a strategy in its own file: it returns launches, which are data, or leaves the call to the
 //! strategies after it. `docs/dev/new_architecture.md` says how to add another architecture.
 
+mod bias;
 mod cluster_decode;
 mod decode;
 mod fused;
@@ -22,6 +23,7 @@ pub(super) mod tiles;
 use super::device::Device;
 use super::kernel_launch;
 use super::params::attention::{AttentionParams, NewTokens};
+use super::params::bias::BiasParams;
 use super::params::key_ranges::KeyRangeParams;
 use super::params::tree_mask::RowMaskParams;
 use crate::error::Result;
@@ -39,7 +41,8 @@ use tiles::AttentionTile;
 type Strategy = for<'c> fn(&Call<'c>) -> Result<Option<Launches<'c>>>;
 
 /// The strategies, in the order in which they are tried.
-const STRATEGIES: [Strategy; 8] = [
+const STRATEGIES: [Strategy; 9] = [
+    bias::launches,            // a bias of pairs of rows and keys
     row_masks::launches,       // rows with masks of their own
     cluster_decode::launches,  // few sequences, all short
     decode::launches,          // all sequences are short
@@ -125,6 +128,7 @@ fn max_tiles(packed: i64, tile: i64, sequences: i64) -> i64 {
 /// A launch's parameter, or what it is built from when the launch is enqueued.
 enum Parameter<'c> {
     Attention(AttentionParams),
+    Bias(Box<BiasParams>),
     KeyRanges(Box<KeyRangeParams>),
     RowMasks(Box<RowMaskParams>),
     Prefill(PrefillParameter<'c>),
@@ -135,6 +139,7 @@ impl kernel_launch::Parameter for Parameter<'_> {
     fn pass(&self, enqueue: impl FnOnce(*const c_void) -> Result) -> Result {
         match self {
             Self::Attention(params) => params.pass(enqueue),
+            Self::Bias(params) => params.pass(enqueue),
             Self::KeyRanges(params) => params.pass(enqueue),
             Self::RowMasks(params) => params.pass(enqueue),
             Self::Prefill(of) => of.params()?.pass(enqueue),
@@ -269,6 +274,7 @@ pub(super) mod tests {
                 top_left: false,
                 alibi: None,
                 sinks: None,
+                bias: None,
             },
             v_scale: None,
             num_rows: rows,
@@ -315,6 +321,7 @@ pub(super) mod tests {
     fn queries(parameter: &Parameter) -> (i32, i32) {
         match parameter {
             Parameter::Attention(params) => (params.min_queries, params.max_queries),
+            Parameter::Bias(params) => (params.attention.min_queries, params.attention.max_queries),
             Parameter::KeyRanges(params) => (params.attention.min_queries, params.attention.max_queries),
             Parameter::RowMasks(params) => (params.attention.min_queries, params.attention.max_queries),
             Parameter::Prefill(PrefillParameter { attention, .. }) => (attention.min_queries, attention.max_queries),

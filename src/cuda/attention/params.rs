@@ -209,6 +209,11 @@ pub(in crate::cuda) fn check_rows(name: &str, rows: &Tensor) -> Result {
     check_alignment(name, rows.data, &row_steps(rows), rows.dtype.size())
 }
 
+/// Checks the alignment of a dense tensor whose rows may begin at any element.
+pub(in crate::cuda) fn check_dense(name: &str, data: *const u8, element_bytes: usize) -> Result {
+    check_alignment(name, data, &[], element_bytes)
+}
+
 /// Whether rows of K and V are multiples of 16 bytes and aligned to 16 bytes.
 fn has_wide_rows(problem: &Attention) -> bool {
     let bytes = problem.kv_dtype.size();

@@ -360,6 +360,7 @@ pub(super) mod tests {
             dk: key_tensor,
             dv: key_tensor,
             dsinks: None,
+            dbias: None,
             workspace: Some(Tensor::dense(DType::U8, null_mut(), &[4_000_000])),
             num_keys: 1000,
             deterministic: false,

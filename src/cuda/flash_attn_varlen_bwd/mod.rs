@@ -4,6 +4,7 @@
 //! All strategies write each element of the results once, or add contributions in an order that depends on shapes and
 //! lengths only, so that every run gives the same bits.
 
+mod bias;
 mod head_splits;
 mod hopper;
 mod hopper_wide;
@@ -17,6 +18,7 @@ use super::kernel_launch;
 use super::params::attention::AttentionParams;
 use super::params::attention_bwd::BackwardParams;
 use super::params::attention_bwd_sinks::SINKS_THREADS;
+use super::params::bias::BiasBackwardParams;
 use super::params::hopper_bwd::{CombineGradientsParams, HopperBackwardParams, HopperWideBackwardParams};
 use super::params::key_ranges::KeyRangeBackwardParams;
 use super::variants;
@@ -64,6 +66,7 @@ impl BackwardParams {
 enum Parameter<'p> {
     Portable(Rc<BackwardParams>),
     KeyRanges(Rc<KeyRangeBackwardParams>),
+    Bias(Rc<BiasBackwardParams>),
     Hopper(Rc<DeferredParams<'p, HopperBackwardParams>>),
     HopperWide(Rc<DeferredParams<'p, HopperWideBackwardParams>>),
     CombineGradients(CombineGradientsParams),
@@ -74,6 +77,7 @@ impl kernel_launch::Parameter for Parameter<'_> {
         match self {
             Self::Portable(params) => params.pass(enqueue),
             Self::KeyRanges(params) => params.pass(enqueue),
+            Self::Bias(params) => params.pass(enqueue),
             Self::Hopper(params) => params.as_ref().as_ref().map_err(Clone::clone)?.pass(enqueue),
             Self::HopperWide(params) => params.as_ref().as_ref().map_err(Clone::clone)?.pass(enqueue),
             Self::CombineGradients(params) => params.pass(enqueue),
@@ -89,7 +93,7 @@ type Strategy = for<'p> fn(&'p FlashAttnVarlenBwd, Device) -> Result<Option<Vec<
 
 /// In the order in which they are tried.
 const STRATEGIES: [Strategy; 4] =
-    [portable::launches_with_ranges, hopper::launches, hopper_wide::launches, portable::launches];
+    [portable::launches_of_own_shapes, hopper::launches, hopper_wide::launches, portable::launches];
 
 fn launches<'p>(problem: &'p FlashAttnVarlenBwd) -> Result<Vec<Launch<'p>>> {
     let device = Device::current()?;

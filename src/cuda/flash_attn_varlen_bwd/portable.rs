@@ -2,7 +2,7 @@
 //!
 //! `attention_bwd_dq` comes first: it stores delta of each query row in the workspace for the others, if that has room.
 
-use super::{Launch, Parameter, sinks};
+use super::{Launch, Parameter, bias, sinks};
 use crate::cuda::attention::tiles::transforms_logits;
 use crate::cuda::device::Device;
 use crate::cuda::enqueue::LaunchConfig;
@@ -17,8 +17,14 @@ use crate::tensor::Tensor;
 use std::ptr::null_mut;
 use std::rc::Rc;
 
-/// The shape of tiles for rows with bounds of their keys.
-const KEY_RANGES: &str = "key_ranges";
+/// The shapes of tiles that serve only calls that no other shape serves.
+const OWN_SHAPES: [&str; 2] = ["key_ranges", "bias"];
+
+/// The shape of the tiles for a call with bounds of rows or with a bias.
+fn own_shape(forward: &Attention) -> Option<&'static str> {
+    let has = [!forward.queries.key_ranges.is_none(), forward.score.bias.is_some()];
+    OWN_SHAPES.into_iter().zip(has).find_map(|(shape, has)| has.then_some(shape))
+}
 
 /// The place of delta `[Hq, Tq]` in the workspace; null if the workspace is too small.
 fn delta(problem: &FlashAttnVarlenBwd) -> *mut f32 {
@@ -58,9 +64,8 @@ fn variant(
 ) -> Result<(usize, &'static AttentionBwdTile)> {
     let (dtype, dim) = (forward.q.dtype, forward.head_dim.max(forward.value_dim));
     let tiles = ATTENTION_BWD.iter().filter(|t| t.gradient == gradient && t.bytes as usize == dtype.size());
-    // Shapes for rows with bounds of their keys have a name of their own.
-    let has_ranges = !forward.queries.key_ranges.is_none();
-    let tiles = tiles.filter(|t| (t.shape == KEY_RANGES) == has_ranges);
+    let own = own_shape(forward);
+    let tiles = tiles.filter(|t| own == OWN_SHAPES.into_iter().find(|shape| t.shape == *shape));
     let bucket = tiles.clone().map(|t| t.head_dim).filter(|bucket| *bucket as usize >= dim).min();
     let needed = tiles.clone().filter(|t| Some(t.head_dim) == bucket).map(|t| t.shared_bytes).min().unwrap_or(0);
     let transforms: &[&str] = if transforms_logits(forward) { &["softcap_alibi"] } else { &["none", "softcap_alibi"] };
@@ -100,19 +105,21 @@ fn gradient_launch<'p>(
     Ok((ctas > 0).then(|| Launch::new(kernel, variant, config, parameter)))
 }
 
-/// The launches of a call whose rows have bounds of their keys, of which no other kernel knows.
-pub(super) fn launches_with_ranges<'p>(
+/// The launches of a call whose rows have bounds of their keys, or that has a bias: no other kernel knows of these.
+pub(super) fn launches_of_own_shapes<'p>(
     problem: &'p FlashAttnVarlenBwd,
     device: Device,
 ) -> Result<Option<Vec<Launch<'p>>>> {
-    if problem.forward.queries.key_ranges.is_none() { Ok(None) } else { launches(problem, device) }
+    if own_shape(&problem.forward).is_none() { Ok(None) } else { launches(problem, device) }
 }
 
 /// The launches of a call; never `None`, because these kernels support every call.
 pub(super) fn launches<'p>(problem: &'p FlashAttnVarlenBwd, device: Device) -> Result<Option<Vec<Launch<'p>>>> {
     let forward = &problem.forward;
     let (backward, ranges) = (BackwardParams::new(problem, &device, delta(problem))?, &forward.queries.key_ranges);
-    let parameter = if ranges.is_none() {
+    let parameter = if let Some(of) = &forward.score.bias {
+        Parameter::Bias(Rc::new(bias::params(problem, of, &backward)?))
+    } else if ranges.is_none() {
         Parameter::Portable(Rc::new(backward))
     } else {
         Parameter::KeyRanges(Rc::new(KeyRangeBackwardParams { backward, ranges: KeyRangeSource::new(ranges) }))
@@ -121,6 +128,7 @@ pub(super) fn launches<'p>(problem: &'p FlashAttnVarlenBwd, device: Device) -> R
     let launches = [
         gradient_launch(problem, &device, "dq", packed_rows, parameter.clone())?,
         gradient_launch(problem, &device, "dkdv", problem.num_keys, parameter.clone())?,
+        bias::launch(problem, parameter.clone())?,
         sinks(problem, parameter)?,
     ];
     Ok(Some(launches.into_iter().flatten().collect()))
@@ -130,7 +138,7 @@ pub(super) fn launches<'p>(problem: &'p FlashAttnVarlenBwd, device: Device) -> R
 mod tests {
     use super::*;
     use crate::cuda::attention::tests::{device, problem};
-    use crate::problem::attention::{KeyRanges, Queries, Score};
+    use crate::problem::attention::{Bias, KeyRanges, Queries, Score};
     use crate::tensor::DType;
 
     const KERNELS: [(&str, &str); 2] = [("attention_bwd_dq", "dq"), ("attention_bwd_dkdv", "dkdv")];
@@ -152,8 +160,11 @@ mod tests {
                 ..plain
             };
             let bound = KeyRanges { start: Some(std::ptr::dangling()), end: None };
-            let none = (8..=512).step_by(8).map(|dim| (dim, KeyRanges::NONE));
-            for (dim, key_ranges) in none.chain((8..=256).step_by(8).map(|dim| (dim, bound))) {
+            let bias = Bias { data: std::ptr::null(), dtype: DType::F32, seqs: 1, heads: 1, rows: 9, keys: 9 };
+            let plain = (8..=512).step_by(8).map(|dim| (dim, KeyRanges::NONE, None));
+            let options = [(bound, None), (KeyRanges::NONE, Some(bias))];
+            let optional = (8..=256).step_by(8).flat_map(|dim| options.map(|(ranges, bias)| (dim, ranges, bias)));
+            for (dim, key_ranges, bias) in plain.chain(optional) {
                 // Such rows do not fit; see the test below.
                 if dtype == DType::F32 && dim > 256 && shared_memory < 128 * 1024 {
                     continue;
@@ -161,12 +172,14 @@ mod tests {
                 for (head_dim, value_dim) in [(dim, 8), (8, dim)] {
                     for (kernel, gradient) in KERNELS {
                         let queries = Queries { key_ranges, ..attention.queries };
-                        let problem = Attention { queries, head_dim, value_dim, ..attention };
+                        let score = Score { bias, ..attention.score };
+                        let problem = Attention { queries, score, head_dim, value_dim, ..attention };
                         let (found, tile) = variant(&problem, &device, kernel, gradient).expect("there is a kernel");
                         assert!(tile.head_dim as usize >= dim && tile.shared_bytes <= shared_memory, "{tile:?}");
                         let name = variants::VARIANTS[found].name;
                         assert!(!capped || name.ends_with("_softcap_alibi"), "{name}");
                         assert_eq!(name.contains("key_ranges"), !key_ranges.is_none(), "{name}");
+                        assert_eq!(name.contains("_bias"), bias.is_some(), "{name}");
                     }
                 }
             }

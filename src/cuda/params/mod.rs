@@ -8,6 +8,7 @@
 pub(crate) mod attention;
 pub(crate) mod attention_bwd;
 pub(crate) mod attention_bwd_sinks;
+pub(crate) mod bias;
 pub(crate) mod cache_rows;
 pub(crate) mod clear_tile_counter;
 pub(crate) mod cluster_decode;
@@ -41,6 +42,8 @@ macro_rules! kernel_params {
 kernel_params!(
     attention::AttentionParams,
     attention_bwd::BackwardParams,
+    bias::BiasBackwardParams,
+    bias::BiasParams,
     cache_rows::CacheUpdateParams,
     clear_tile_counter::ClearTileCounterParams,
     gather_kv_cache::GatherParams,

@@ -19,6 +19,7 @@ fn expected(batch: &Batch, sequence: &SequenceData, i: usize, head: usize) -> At
         leftpad,
         bounds: Box::new(|_| (None, None)),
         tree: None,
+        bias: None,
         dims: [d, dv],
         query: Box::new(|i| &sequence.q[(i * heads + head) * d..][..d]),
         key: Box::new(|j| &sequence.k[(j * kv_heads + kv_head) * d..][..d]),

@@ -52,7 +52,18 @@ fn head<'a>(len_q: usize, leftpad: usize, query: &'a [f64], k: &'a [f64], v: &'a
     let rows = |x: &'a [f64]| Box::new(move |j: usize| &x[j * d..][..d]);
     let query = Box::new(move |_| query);
     let bounds = Box::new(|_| (None, None));
-    Head { len_q, len_k: k.len() / d, leftpad, bounds, tree: None, dims: [d; 2], query, key: rows(k), value: rows(v) }
+    Head {
+        len_q,
+        len_k: k.len() / d,
+        leftpad,
+        bounds,
+        tree: None,
+        bias: None,
+        dims: [d; 2],
+        query,
+        key: rows(k),
+        value: rows(v),
+    }
 }
 
 /// The result for the last of `len_q` rows, over keys and values of one element.

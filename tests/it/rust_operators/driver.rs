@@ -246,7 +246,7 @@ fn flash<M: Memory>(of: &Tensors<M>, on: On<M>) -> Result {
     let (q, kv, cu_seqlens_q) = (Named::of(of, "q"), kv(of, "k", "v"), Named::of(of, "cu_seqlens_q"));
     let options = named!(of => FlashAttnVarlenOptions {
         cu_seqlens_k, seqused_k, block_table, seqused_q, leftpad_k, alibi_slopes, sinks, q_scale, k_scale, v_scale, q_offset,
-        k_start, k_end, softmax_scale, softcap, causal, window_left, window_right, top_left, max_seqlen_q, max_seqlen_k, batch_invariant,
+        k_start, k_end, bias, softmax_scale, softcap, causal, window_left, window_right, top_left, max_seqlen_q, max_seqlen_k, batch_invariant,
     });
     flash_attn_varlen(&FlashAttnVarlenInputs { q, kv, cu_seqlens_q }, &options, attention_results(of), on)
 }
@@ -254,10 +254,10 @@ fn flash<M: Memory>(of: &Tensors<M>, on: On<M>) -> Result {
 fn flash_bwd<M: Memory>(of: &Tensors<M>, on: On<M>) -> Result {
     let inputs = named!(of => FlashAttnVarlenBwdInputs { dout, q, k, v, out, softmax_lse, cu_seqlens_q });
     let options = named!(of => FlashAttnVarlenBwdOptions {
-        cu_seqlens_k, seqused_k, seqused_q, leftpad_k, alibi_slopes, sinks, dlse, q_offset, k_start, k_end, softmax_scale, softcap,
+        cu_seqlens_k, seqused_k, seqused_q, leftpad_k, alibi_slopes, sinks, dlse, q_offset, k_start, k_end, bias, softmax_scale, softcap,
         causal,
         window_left, window_right, top_left, max_seqlen_q, max_seqlen_k, deterministic,
     });
-    let results = named!(of => FlashAttnVarlenBwdResults { dq, dk, dv, dsinks, workspace });
+    let results = named!(of => FlashAttnVarlenBwdResults { dq, dk, dv, dsinks, workspace, dbias });
     flash_attn_varlen_bwd(&inputs, &options, results, on)
 }

@@ -1,0 +1,60 @@
+// Attention with a bias of pairs of rows and keys over contiguous K and V, on every GPU: the prefill of attention.cu
+// for sequences of any length.
+//
+// Compiled once for each combination of
+//   XA_DTYPE     f16, bf16, f32: of q, K, V and out; the bias has this type or f32
+//   XA_HEAD_DIM  the bucket: serves head dimensions up to it, which are padded with zeros in shared memory
+// Launch: Shape::kThreads threads, a grid of Hkv * n, n at least the number of tiles per KV head, Shape::kSharedBytes
+// of dynamic shared memory and what BiasTile has.
+
+#include "element.cuh"
+#include "fp8.cuh"
+#include "logits_transform.cuh"
+#include "output_rows.cuh"
+#include "params/attention.cuh"
+#include "params/bias.cuh"
+#include "prefill_loop.cuh"
+#include "query_rows.cuh"
+#include "score_bias.cuh"
+#include "softmax.cuh"
+#include "tile_shape.cuh"
+#include "work_tile.cuh"
+
+namespace xa {
+
+/// Computes the work tile.
+template <typename Shape, typename T>
+__device__ __forceinline__ void attend_tile(const AttentionParams& params, const BiasSource& bias, const WorkTile& work,
+                                            uint8_t* shared) {
+  const uint32_t query_rows = ptx::shared_address(shared);
+  const int32_t warp_row = threadIdx.x / 32 * 16 * Shape::kRowTiles;
+  SoftmaxState<Shape::kRowTiles, Shape::kHeadDim / 8> state;
+  fetch_query<Shape, T, T>(params, work, shared, nullptr);
+  const BiasTile<Shape, T> tile(params, bias, work, warp_row, shared);
+  const logits_bias<Shape, T> transform(params, tile);
+  attend_with_rows<Shape, T, T>(state, params, work, query_rows + Shape::kRingsOffset, warp_row, query_rows, transform);
+  const RowWriter<T, false> writer(params, work.tile, work.kv_head);
+  write_warp_rows<Shape, T>(params, writer, state, warp_row, 0, shared + warp_row * Shape::kQueryPitch,
+                            transform.log2_unit());
+}
+
+}  // namespace xa
+
+namespace {
+using T = xa::XA_PASTE(dtype_, XA_DTYPE);
+using Shape = xa::TileShape<xa::tiles::shape_prefill, T, T, XA_HEAD_DIM>;
+}  // namespace
+
+extern "C" __global__ void __launch_bounds__(Shape::kThreads, Shape::kCtasPerSm)
+    XA_ENTRY(const __grid_constant__ xa::BiasParams params) {
+  extern __shared__ __align__(128) uint8_t shared[];
+  const xa::AttentionParams& attention = params.attention;
+  auto& work = *reinterpret_cast<xa::WorkTile*>(shared + Shape::kWorkTileOffset);
+  xa::init_work_tile<xa::logits_softcap_alibi>(attention, work);
+  xa::find_tile<Shape::kThreads, Shape::kRows>(attention, work);
+  if (work.tile.num_rows > 0) xa::attend_tile<Shape, T>(attention, params.bias, work, shared);
+  __syncthreads();
+  const bool ascends = xa::starts_ascend(work.maxima);
+  xa::clear_padding_rows<T, Shape::kThreads>(attention, ascends, xa::live_rows(attention, ascends), blockIdx.x,
+                                             gridDim.x);
+}

@@ -1,0 +1,226 @@
+// The bias of scores, a number for each pair of a row and a key (BiasSource).
+//
+// Prefill stages the bias of a block of keys in shared memory, each warp that of its own rows, while the block's scores
+// are computed. Rows of any length are copied 16 bytes at a time: a row of the bias may begin at any element, so what
+// is copied is the aligned chunks that hold a row's part, and a row in shared memory begins up to 15 bytes after its
+// chunks.
+//
+//     global   ... previous row | row: keys of the block  | ...        16-byte chunks, of which none is read outside
+//              |-------|-------|-------|-------|-------|---            of the operand
+//     shared            [       |       |       |       ]              a row's chunks; the row begins at its shift
+//
+// f32 rows of 256 columns leave no shared memory on GPUs that have 99 KB: their bias is read where it is.
+#pragma once
+
+#include <cstdint>
+#include <type_traits>
+
+#include "element.cuh"
+#include "logits_transform.cuh"
+#include "params/attention.cuh"
+#include "params/bias.cuh"
+#include "ptx.cuh"
+#include "work_tile.cuh"
+
+namespace xa {
+
+/// BiasRow of a row that has no bias. A multiple of the elements of a chunk.
+constexpr int64_t kNoBias = INT64_MIN;
+
+/// The element of the bias of query `query` of a sequence and of query head `head`, and its key 0. Any number may be a
+/// query.
+__device__ __forceinline__ int64_t bias_row(const BiasSource& bias, int32_t sequence, int32_t head, int32_t query) {
+  if (static_cast<uint32_t>(query) >= static_cast<uint32_t>(bias.rows)) return kNoBias;
+  return sequence * bias.seq_stride + head * bias.head_stride + static_cast<int64_t>(query) * bias.keys;
+}
+
+/// The bias of key `key`, any number, of the row at element `row`.
+template <typename E>
+__device__ __forceinline__ float bias_at(const BiasSource& bias, int64_t row, int32_t key) {
+  if (row == kNoBias || static_cast<uint32_t>(key) >= static_cast<uint32_t>(bias.keys)) return 0.0f;
+  const E* const from = static_cast<const E*>(bias.data) + row + key;
+  if constexpr (Element<E>::kIs16Bit) {
+    return Element<E>::to_f32(E{__ldg(reinterpret_cast<const uint16_t*>(from))});
+  } else {
+    return __ldg(from);
+  }
+}
+
+/// Calls `function(E{})` with the element type of the bias: f32, or T.
+template <typename T, typename Function>
+__device__ __forceinline__ void with_bias_type(const BiasSource& bias, const Function& function) {
+  if constexpr (Element<T>::kIs16Bit) {
+    if (bias.is_wide != 0) return function(float{});
+  }
+  function(T{});
+}
+
+/// The bias of the rows of a tile of prefill. In shared memory it has, after Shape::kSharedBytes, the elements of the
+/// tile's rows and their key 0, then the staged rows.
+template <typename Shape, typename T>
+class BiasTile {
+  static constexpr int kWarpRows = 16 * Shape::kRowTiles, kKeyTiles = Shape::kKeys / 8;
+  static constexpr int kRowBytes = static_cast<int>(sizeof(int64_t) + Shape::kKeys * sizeof(T)) + 16;
+  static constexpr bool kStages = Shape::kSharedBytes + Shape::kRows * kRowBytes <= 99 * 1024;
+  static_assert(Shape::kStages == 1, "the next block is staged when this one has been computed");
+
+ public:
+  /// Each warp finds its own rows, which begin at row `warp_row` of the tile.
+  __device__ __forceinline__ BiasTile(const AttentionParams& params, const BiasSource& bias, const WorkTile& work,
+                                      int32_t warp_row, uint8_t* shared)
+      : bias_(bias), shared_(shared + Shape::kSharedBytes) {
+    const RowMap map(params, work.tile, work.kv_head);
+    for (int32_t row = warp_row + static_cast<int32_t>(threadIdx.x % 32); row < warp_row + kWarpRows; row += 32) {
+      row_at(row) =
+          row < work.tile.num_rows ? bias_row(bias, work.tile.sequence, map.head(row), map.rows.query(row)) : kNoBias;
+    }
+    __syncwarp();
+  }
+
+  /// Starts to stage the bias of the block of keys that begins at `first_key`, in the next cp.async group. All lanes
+  /// have read the block before.
+  __device__ __forceinline__ void fetch(int32_t first_key) const {
+    if constexpr (kStages) {
+      with_bias_type<T>(bias_, [&](auto type) { stage<decltype(type)>(first_key); });
+    }
+  }
+  /// Adds the bias in base 2 to the scores of the block. It has been staged, and the warp's lanes have passed a barrier
+  /// since.
+  __device__ __forceinline__ void add(float (&scores)[Shape::kRowTiles][kKeyTiles][4], int32_t first_key) const {
+    with_bias_type<T>(bias_, [&](auto type) {
+      using E = decltype(type);
+      if constexpr (!kStages) {
+        add_pairs(scores, [&](int64_t row, int32_t, int32_t column) {
+          const int32_t key = first_key + column;
+          return make_float2(bias_at<E>(bias_, row, key), bias_at<E>(bias_, row, key + 1));
+        });
+      } else if (bias_.keys % 2 == 0) {
+        add_pairs(scores, [&](int64_t row, int32_t in_tile, int32_t column) {
+          return load_pair<true>(staged<E>(row, in_tile, first_key) + column);
+        });
+      } else {
+        add_pairs(scores, [&](int64_t row, int32_t in_tile, int32_t column) {
+          return load_pair<false>(staged<E>(row, in_tile, first_key) + column);
+        });
+      }
+    });
+  }
+
+ private:
+  /// The warp's first row, and the lane. They are computed again at each use, because registers are scarcest here.
+  struct Place {
+    int32_t row;
+    int32_t lane;
+    __device__ __forceinline__ Place() {
+      const int32_t thread = ptx::opaque(threadIdx.x);
+      row = thread / 32 * kWarpRows;
+      lane = thread % 32;
+    }
+  };
+
+  /// The element of a row of the tile and its key 0.
+  __device__ __forceinline__ int64_t& row_at(int32_t row) const { return reinterpret_cast<int64_t*>(shared_)[row]; }
+  /// The chunks of a row of the tile.
+  template <typename E>
+  __device__ __forceinline__ uint8_t* chunks_of(int32_t row) const {
+    constexpr int kPitch = Shape::kKeys * static_cast<int>(sizeof(E)) + 16;
+    return shared_ + Shape::kRows * static_cast<int>(sizeof(int64_t)) + row * kPitch;
+  }
+  /// Where a row of the tile begins among its chunks.
+  template <typename E>
+  __device__ __forceinline__ const E* staged(int64_t row, int32_t in_tile, int32_t first_key) const {
+    constexpr int kElements = 16 / static_cast<int>(sizeof(E));
+    return reinterpret_cast<const E*>(chunks_of<E>(in_tile)) +
+           (static_cast<int32_t>(row + first_key) & (kElements - 1));
+  }
+
+  template <typename E>
+  __device__ __forceinline__ void stage(int32_t first_key) const {
+    constexpr int kChunks = Shape::kKeys * static_cast<int>(sizeof(E)) / 16, kRowsPerStep = 32 / kChunks;
+    static_assert(32 % kChunks == 0);
+    const Place place;
+#pragma unroll 1
+    for (int32_t row = place.lane / kChunks; row < kWarpRows; row += kRowsPerStep) {
+      stage_chunk<E>(place.row + row, place.lane % kChunks, first_key);
+    }
+    if (bias_.keys % (16 / static_cast<int>(sizeof(E))) == 0) return;  // Every row begins with a chunk.
+#pragma unroll 1
+    for (int32_t row = place.lane; row < kWarpRows; row += 32) stage_chunk<E>(place.row + row, kChunks, first_key);
+  }
+  template <typename E>
+  __device__ __forceinline__ void stage_chunk(int32_t row, int32_t chunk, int32_t first_key) const {
+    constexpr int kElements = 16 / static_cast<int>(sizeof(E));
+    const int64_t begin = row_at(row), end = begin + bias_.keys;
+    const int64_t from = ((begin + first_key) & ~static_cast<int64_t>(kElements - 1)) + chunk * kElements;
+    const bool exists = begin != kNoBias && from < end;
+    const E* const data = static_cast<const E*>(bias_.data);
+    uint8_t* const to = chunks_of<E>(row) + chunk * 16;
+    if (!exists || from + kElements <= end) {
+      ptx::cp_async_16(ptx::shared_address(to), data + (exists ? from : 0), exists);
+    } else {
+      for (int i = 0; i < kElements; ++i) reinterpret_cast<E*>(to)[i] = from + i < end ? data[from + i] : E{};
+    }
+  }
+
+  /// Adds `pair(row, row of the tile, column)` to the scores of two adjacent columns of the block.
+  template <typename Pair>
+  __device__ __forceinline__ void add_pairs(float (&scores)[Shape::kRowTiles][kKeyTiles][4], const Pair& pair) const {
+    constexpr float kLog2E = 1.44269504088896341f;
+    const Place place;
+#pragma unroll
+    for (int tile = 0; tile < Shape::kRowTiles; ++tile) {
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        const int32_t in_tile = place.row + 16 * tile + 8 * half + place.lane / 4;
+        const int64_t row = row_at(in_tile);
+#pragma unroll
+        for (int block = 0; block < kKeyTiles; ++block) {
+          const float2 biases = pair(row, in_tile, 8 * block + 2 * (place.lane % 4));
+          float (&score)[4] = scores[tile][block];
+          score[2 * half] = __fmaf_rn(kLog2E, biases.x, score[2 * half]);
+          score[2 * half + 1] = __fmaf_rn(kLog2E, biases.y, score[2 * half + 1]);
+        }
+      }
+    }
+  }
+  /// Two adjacent elements in shared memory, aligned to both if `kIsAligned`.
+  template <bool kIsAligned, typename E>
+  static __device__ __forceinline__ float2 load_pair(const E* from) {
+    if constexpr (!kIsAligned) {
+      return make_float2(Element<E>::to_f32(from[0]), Element<E>::to_f32(from[1]));
+    } else if constexpr (Element<E>::kIs16Bit) {
+      const uint32_t pair = *reinterpret_cast<const uint32_t*>(from);
+      return make_float2(Element<E>::to_f32(E{static_cast<uint16_t>(pair)}),
+                         Element<E>::to_f32(E{static_cast<uint16_t>(pair >> 16)}));
+    } else {
+      return *reinterpret_cast<const float2*>(from);
+    }
+  }
+
+  const BiasSource& bias_;
+  uint8_t* const shared_;
+};
+
+/// Scales of q, soft cap and ALiBi, then the bias: scores become logits in base 2.
+template <typename Shape, typename T>
+struct logits_bias : logits_softcap_alibi {
+  const BiasTile<Shape, T>& bias_;
+
+  __device__ __forceinline__ logits_bias(const AttentionParams& params, const BiasTile<Shape, T>& bias)
+      : logits_softcap_alibi(params), bias_(bias) {}
+
+  /// Starts to load what the block of keys from `first_key` on needs.
+  __device__ __forceinline__ void fetch_block(int32_t first_key) const { bias_.fetch(first_key); }
+  /// Transforms the scores of all of the warp's rows, which begin at row `warp_row` of the tile.
+  template <int kRowTiles, int kKeyTiles>
+  __device__ __forceinline__ void apply_to_block(float (&scores)[kRowTiles][kKeyTiles][4], const WorkTile& work,
+                                                 int32_t warp_row, int32_t first_key) const {
+#pragma unroll
+    for (int tile = 0; tile < kRowTiles; ++tile) {
+      this->template apply<T>(scores[tile], this->rows(work, warp_row + 16 * tile), first_key);
+    }
+    bias_.add(scores, first_key);
+  }
+};
+
+}  // namespace xa

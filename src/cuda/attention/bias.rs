@@ -1,0 +1,126 @@
+//! Calls with a bias of pairs of rows and keys, on every GPU. No other kernel knows of it.
+
+use super::params::check_dense;
+use super::tiles::AttentionTile;
+use super::{Call, Launch, Launches, Parameter, UNLIMITED, max_tiles};
+use crate::cuda::device::Device;
+use crate::cuda::enqueue::LaunchConfig;
+use crate::cuda::params::attention::AttentionParams;
+use crate::cuda::params::bias::{BiasParams, BiasSource};
+use crate::cuda::variants;
+use crate::error::{Error, Result};
+use crate::problem::attention::{Attention, Bias};
+
+const KERNEL: &str = "attention_bias";
+
+impl BiasSource {
+    /// Of a call whose q has elements of `q_bytes`.
+    pub(in crate::cuda) fn new(bias: &Bias, q_bytes: usize) -> Result<Self> {
+        check_dense("bias", bias.data, bias.dtype.size())?;
+        let head = bias.rows as i64 * bias.keys as i64;
+        Ok(Self {
+            data: bias.data.cast(),
+            seq_stride: if bias.seqs == 1 { 0 } else { bias.heads as i64 * head },
+            head_stride: if bias.heads == 1 { 0 } else { head },
+            rows: bias.rows as i32,
+            keys: bias.keys as i32,
+            is_wide: i32::from(bias.dtype.size() > q_bytes),
+            reserved: 0,
+        })
+    }
+}
+
+impl AttentionTile {
+    /// Shared memory of a launch: beside the tile's, the place of each row of the bias, and of a block of keys its bias and
+    /// one more chunk, unless that is read where it is (`kernels/include/score_bias.cuh`).
+    fn bytes_with_bias(&self, bias_bytes: u32) -> u32 {
+        let bytes = |staged: u32| self.shared_bytes + self.rows() as u32 * (size_of::<i64>() as u32 + staged);
+        let staged = |element: u32| bytes(self.keys * element + 16);
+        if staged(self.bytes) > 99 * 1024 { bytes(0) } else { staged(bias_bytes) }
+    }
+}
+
+/// Takes every call with a bias: one launch for the sequences of all lengths, a CTA per tile and KV head.
+pub(super) fn launches<'c>(call: &Call<'c>) -> Result<Option<Launches<'c>>> {
+    let problem = call.problem;
+    let Some(bias) = &problem.score.bias else { return Ok(None) };
+    let bias_bytes = bias.dtype.size() as u32;
+    let (variant, tile) = kernel_for(problem, bias_bytes, &call.device)?;
+    let tiles = max_tiles(call.rows() * call.group(), tile.rows(), call.seqs().min(call.rows())).max(1);
+    let ctas = tiles.saturating_mul(problem.num_kv_heads as i64);
+    if ctas > i64::from(i32::MAX) {
+        return Err(Error::unimplemented(format!("the call takes up to {ctas} blocks; a grid has up to 2^31 - 1")));
+    }
+    let shared_memory = tile.bytes_with_bias(bias_bytes);
+    let config = LaunchConfig { grid: [ctas as u32, 1, 1], threads: tile.threads(), shared_memory };
+    let attention = AttentionParams { clears_padding_rows: 1, ..call.params_for(1, UNLIMITED) };
+    let params = BiasParams { attention, bias: BiasSource::new(bias, problem.q.dtype.size())? };
+    let list = vec![Launch::new(KERNEL, variant, config, Parameter::Bias(Box::new(params)))];
+    Ok(Some(Launches { list, store_new_tokens: false }))
+}
+
+/// The variant of the smallest sufficient head dimension with which the bias fits the device, and its tile.
+fn kernel_for(problem: &Attention, bias_bytes: u32, device: &Device) -> Result<(usize, &'static AttentionTile)> {
+    let dtype = variants::dtype_value(problem.kv_dtype);
+    let built = AttentionTile::serving(problem, "prefill")
+        .filter(|tile| tile.bytes_with_bias(bias_bytes) <= device.shared_memory)
+        .filter_map(|tile| Some((variants::find(KERNEL, &[dtype, tile.head_dim_value]).ok()?, tile)));
+    built.min_by_key(|(_, tile)| tile.head_dim).ok_or_else(|| {
+        let head_dim = problem.head_dim.max(problem.value_dim);
+        Error::unimplemented(format!("no kernel {KERNEL} is built for {dtype} and head dimension {head_dim}"))
+    })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::super::tests::{device, named_on, problem};
+    use super::*;
+    use crate::problem::attention::Score;
+    use crate::tensor::{DType, Tensor};
+    use std::ptr::null;
+
+    /// The problem with a bias that all heads share.
+    fn biased(problem: &Attention<'static>, dtype: DType) -> Attention<'static> {
+        let bias = Bias { data: null(), dtype, seqs: 1, heads: 1, rows: 64, keys: 77 };
+        Attention { score: Score { bias: Some(bias), ..problem.score }, ..*problem }
+    }
+
+    #[test]
+    fn one_launch_takes_all_sequences_of_a_call_with_a_bias() {
+        for (rows, seqs, dtype) in [(1, 1, DType::BF16), (64, 64, DType::F32), (5000, 7, DType::BF16)] {
+            let call = biased(&problem(rows, seqs, 8, 96), dtype);
+            for capability in [80, 90, 120] {
+                let device = Device { capability, ..device(true) };
+                assert_eq!(named_on(&call, &device), [("attention_bias_bf16_128", 1, i32::MAX)]);
+            }
+        }
+        assert!(named_on(&problem(64, 64, 8, 96), &device(true)).iter().all(|(name, ..)| !name.contains("bias")));
+    }
+
+    #[test]
+    fn every_dtype_and_head_dimension_finds_a_kernel() {
+        let plain = problem(64, 1, 8, 64);
+        for dtype in [DType::F32, DType::F16, DType::BF16] {
+            for (dim, kilobytes) in (8..=256).step_by(8).flat_map(|dim| [99, 163, 227].map(|of| (dim, of))) {
+                let device = Device { shared_memory: kilobytes * 1024, ..device(true) };
+                for bias_bytes in [dtype.size() as u32, 4] {
+                    let q = Tensor { dtype, ..plain.q };
+                    let problem = Attention { q, kv_dtype: dtype, head_dim: 8, value_dim: dim, ..plain };
+                    let (variant, tile) = kernel_for(&problem, bias_bytes, &device).expect("there is a kernel");
+                    assert!(tile.head_dim as usize >= dim && variants::VARIANTS[variant].target == "80", "{tile:?}");
+                    assert!(tile.bytes_with_bias(bias_bytes) <= device.shared_memory, "{tile:?}");
+                    let is_next = tile.head_dim == 256 && dim > 64;
+                    assert!(dim > 128 || !is_next || (bias_bytes > tile.bytes && kilobytes == 99), "{tile:?}");
+                }
+            }
+        }
+    }
+
+    #[test]
+    fn a_bias_that_is_not_aligned_is_refused() {
+        let aligned = biased(&problem(64, 1, 8, 64), DType::F32).score.bias.expect("it has one");
+        let shifted = Bias { data: std::ptr::without_provenance(8), ..aligned };
+        assert!(BiasSource::new(&aligned, 2).is_ok_and(|source| source.is_wide == 1 && source.head_stride == 0));
+        assert!(BiasSource::new(&shifted, 2).is_err_and(|e| e.message.contains("multiples of 16 bytes")));
+    }
+}

@@ -1,0 +1,50 @@
+//! Parameters of the kernels for calls with a bias of pairs of rows and keys.
+
+use super::attention::AttentionParams;
+use super::attention_bwd::BackwardParams;
+use std::ffi::c_void;
+
+/// Rows and keys of a tile of `attention_bwd_dbias`, its threads, and its dynamic shared memory.
+pub const DBIAS_ROWS: i32 = 128;
+pub const DBIAS_KEYS: i32 = 64;
+pub const DBIAS_THREADS: i32 = 256;
+pub const DBIAS_SHARED_BYTES: i32 = 100_384;
+
+/// A bias `[B or 1, Hq or 1, rows, keys]`, dense and aligned to 16 bytes; 0 past its rows and keys. Strides are in elements, 0
+/// for what all sequences or all heads share.
+#[derive(Clone, Copy)]
+#[repr(C)]
+pub struct BiasSource {
+    pub data: *const c_void,
+    pub seq_stride: i64,
+    pub head_stride: i64,
+    pub rows: i32,
+    pub keys: i32,
+    /// Whether it is f32 and q is not.
+    pub is_wide: i32,
+    pub reserved: i32,
+}
+
+/// The parameter of `attention_bias`.
+#[derive(Clone, Copy)]
+#[repr(C)]
+pub struct BiasParams {
+    pub attention: AttentionParams,
+    pub bias: BiasSource,
+}
+
+/// The parameter of `attention_bwd_*_bias`, of `attention_bwd_dbias`, and of the kernels that read its beginning.
+#[derive(Clone, Copy)]
+#[repr(C)]
+pub struct BiasBackwardParams {
+    pub backward: BackwardParams,
+    pub bias: BiasSource,
+    /// The shape of the bias, dense.
+    pub dbias: *mut c_void,
+    /// Sequences and heads of the bias: 1 where they share it.
+    pub seqs: i32,
+    pub heads: i32,
+    /// Whether dbias is f32 and q is not.
+    pub widens_dbias: i32,
+    pub reserved: i32,
+}

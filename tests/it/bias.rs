@@ -1,0 +1,204 @@
+//! A bias of pairs of rows and keys over several tiles of rows and blocks of keys, of every form and alignment, against the
+//! reference on every device, and against other ways to say the same.
+
+use crate::support::{
+    ALIBI, Alibi, Array, AttentionCase, BF16, BatchBias, BatchSpec, BiasForm, F16, F32, GradientCase, GradientOptions,
+    Invocation, KeyBounds, Mask, MemoryLayout, Numbers, Random, ReferenceCase, Side, assert_named_matches_reference,
+    for_both_sides,
+};
+
+/// Several tiles and blocks, one query over many keys, and more queries than keys.
+const LENGTHS: [(usize, usize); 5] = [(150, 150), (1, 401), (70, 310), (40, 12), (9, 200)];
+
+const HEADS: [(usize, usize); 4] = [(4, 2), (3, 1), (2, 2), (8, 1)];
+
+fn spec(seed: usize) -> BatchSpec {
+    // Rows of a bias of 401 and 301 keys begin at any element, those of 400 with a chunk of 16 bytes, those of 402 with a pair.
+    let longest = [401, 400, 402][seed % 3];
+    let lengths = LENGTHS.map(|(rows, keys)| (rows, if keys == 401 { longest } else { keys })).to_vec();
+    BatchSpec {
+        dtypes: [BF16, F32, F16][seed / 2 % 3].into(),
+        heads: HEADS[seed % 4],
+        head_dim: [64, 128, 40, 256, 96, 192][seed % 6],
+        lengths,
+        mask: [Mask::FULL, Mask::CAUSAL, Mask::window(90, 30), Mask::CAUSAL.top_left()][seed / 2 % 4],
+        bias: Some(BiasForm::ALL[seed % BiasForm::ALL.len()]),
+        leftpad: seed % 4 == 1,
+        q_offset: seed % 7 == 2 && seed / 2 % 4 != 3,
+        softcap: if seed % 5 == 2 { 2.5 } else { 0.0 },
+        alibi: ALIBI[seed / 4 % ALIBI.len()],
+        sinks: seed.is_multiple_of(2),
+        seed: seed as u64,
+        ..BatchSpec::default()
+    }
+}
+
+fn layout(seed: usize) -> MemoryLayout {
+    MemoryLayout {
+        rows_around: (3, 5),
+        seqused_q: seed % 4 == 2,
+        seqused_k: seed % 3 == 1,
+        workspace: [Some(9_000_001), None][seed % 2],
+        seed: seed as u64,
+        ..MemoryLayout::contiguous()
+    }
+}
+
+#[test]
+fn biases_over_several_blocks_agree_with_the_reference() {
+    for seed in 0..30 {
+        let spec = BatchSpec { batch_invariant: seed % 7 == 3, ..spec(seed) };
+        let mut case = AttentionCase::flash(&spec.batch(), &layout(seed));
+        assert_named_matches_reference(&format!("{seed}: {spec:?}"), &mut case);
+    }
+}
+
+#[test]
+fn gradients_with_biases_over_several_blocks_agree_with_the_reference() {
+    for seed in 0..20 {
+        let spec = spec(seed);
+        let options = GradientOptions::from_seed(seed as u64 + 1);
+        let mut case = GradientCase::store(&spec.batch(), &layout(seed), options);
+        assert_named_matches_reference(&format!("{seed}: {spec:?}"), &mut case);
+    }
+}
+
+/// Small sequences, for comparisons of two calls.
+fn small(seed: usize) -> BatchSpec {
+    BatchSpec { lengths: vec![(17, 33), (1, 20), (5, 5), (40, 64)], bias: None, q_offset: false, ..spec(seed) }
+}
+
+/// A bias `[sequences, Hq, rows, keys]` with these elements.
+fn bias_of(spec: &BatchSpec, of: impl Fn(usize, usize, usize, usize) -> f64) -> BatchBias {
+    let longest = |of: fn(&(usize, usize)) -> usize| spec.lengths.iter().map(of).max().unwrap();
+    let (rows, keys, heads) = (longest(|of| of.0), longest(|of| of.1), spec.heads.0);
+    let mut values = Vec::new();
+    for (b, h, i) in (0..spec.lengths.len()).flat_map(|b| (0..heads * rows).map(move |x| (b, x / rows, x % rows))) {
+        values.extend((0..keys).map(|j| F32.round(of(b, h, i, j))));
+    }
+    BatchBias { dtype: F32, per_sequence: true, heads, rows, keys, values }
+}
+
+/// Asserts that two calls give nearly the same numbers.
+fn assert_similar(a: &Invocation, b: &Invocation, what: &str) {
+    for_both_sides(|side| {
+        for (index, (a, b)) in results(a, side).iter().zip(results(b, side)).enumerate() {
+            for (x, y) in a.values().into_iter().zip(b.values()) {
+                let same = x.to_bits() == y.to_bits() || (x - y).abs() <= 2e-5 * x.abs().max(1.0);
+                assert!(same, "{what}: result {index} has {x} and {y}");
+            }
+        }
+    });
+}
+
+/// The results that both calls have.
+fn results(call: &Invocation, side: Side) -> Vec<Array> {
+    let names = call.results.iter().zip(call.results(side));
+    names.filter(|(of, _)| !["workspace", "dbias"].contains(&of.name)).map(|(_, result)| result).collect()
+}
+
+#[test]
+fn a_bias_equals_slopes_bounds_and_masks() {
+    for seed in 0..4 {
+        let plain = BatchSpec { dtypes: F32.into(), alibi: Alibi::Off, leftpad: false, ..small(seed) };
+        let layout = MemoryLayout { seqused_q: false, ..layout(seed) };
+        let with = |bias: BatchBias, spec: &BatchSpec| {
+            let mut batch = spec.batch();
+            batch.bias = Some(bias);
+            batch
+        };
+        let slopes = BatchSpec { alibi: Alibi::PerSequence, ..plain.clone() };
+        let batch = slopes.batch();
+        let of_slopes = bias_of(&plain, |b, h, i, j| {
+            let sequence = &batch.sequences[b];
+            let position = plain.mask.position(i, sequence.len_q, sequence.len_k);
+            -f64::from(sequence.slopes[h]) * (position - j as i64).abs() as f64
+        });
+        let bounds = BatchSpec { key_bounds: KeyBounds::Both, mask: Mask::FULL, ..plain.clone() };
+        let bounded = bounds.batch();
+        let of_bounds = bias_of(&plain, |b, _, i, j| {
+            let range = bounded.sequences[b].key_ranges.get(i).copied().unwrap_or_default();
+            if i64::from(range.0) <= j as i64 && (j as i64) < i64::from(range.1) { 0.0 } else { f64::NEG_INFINITY }
+        });
+        let unmasked = BatchSpec { mask: Mask::FULL, ..plain.clone() };
+        // The same numbers in both calls, also where bounds or a mask hide a key and the bias does too.
+        for (what, other, bias, of) in
+            [("slopes", batch, of_slopes, &plain), ("bounds", bounded.clone(), of_bounds, &unmasked)]
+        {
+            let mut biased = with(bias, of);
+            biased.sequences = other.sequences.clone();
+            let forward = [&other, &biased].map(|batch| AttentionCase::flash(batch, &layout).invocation());
+            assert_similar(&forward[0], &forward[1], what);
+            let [a, b] =
+                [&other, &biased].map(|batch| GradientCase::store(batch, &layout, GradientOptions::ALL).invocation());
+            assert_similar(&a, &b, what);
+        }
+    }
+}
+
+#[test]
+fn adding_a_number_to_the_biases_of_a_row_changes_only_its_lse() {
+    for seed in 0..4 {
+        let spec = BatchSpec { dtypes: F32.into(), sinks: false, bias: Some(BiasForm::ALL[1]), ..small(seed) };
+        let batch = spec.batch();
+        let mut shifted = batch.clone();
+        let bias = shifted.bias.as_mut().unwrap();
+        for (row, values) in bias.values.chunks_exact_mut(bias.keys).enumerate() {
+            for x in values {
+                *x = F32.round(*x + [0.5, -1.25, 3.0][row % 3]);
+            }
+        }
+        let cases = [&batch, &shifted].map(|batch| AttentionCase::flash(batch, &layout(seed)));
+        let [a, b] = cases.map(|case| case.assert_matches_reference());
+        for (x, y) in a[0].values().into_iter().zip(b[0].values()) {
+            assert!((x - y).abs() < 2e-5, "{x} and {y}");
+        }
+    }
+}
+
+/// A bias that sequences or heads share equals its copies, bit for bit, and its gradient is the sum of theirs.
+#[test]
+fn a_shared_bias_equals_its_copies() {
+    let mut random = Random::new(3);
+    for (seed, form) in BiasForm::ALL.into_iter().enumerate().filter(|(_, form)| !form.per_sequence) {
+        let spec = BatchSpec { bias: Some(form), dtypes: F32.into(), ..small(seed) };
+        let batch = spec.batch();
+        let mut copied = batch.clone();
+        let (count, heads) = (spec.lengths.len(), spec.heads.0);
+        let bias = copied.bias.as_mut().unwrap();
+        let of_head = bias.rows * bias.keys;
+        let head = |h: usize| if bias.heads == 1 { 0 } else { h };
+        let copies = (0..count * heads).flat_map(|copy| &bias.values[head(copy % heads) * of_head..][..of_head]);
+        bias.values = copies.copied().collect();
+        (bias.per_sequence, bias.heads) = (true, heads);
+        let layout = MemoryLayout { spare_seqs: 0, workspace: Some(random.below(2) * 9_000_001), ..layout(seed) };
+        let calls = [&batch, &copied].map(|batch| AttentionCase::flash(batch, &layout).invocation());
+        let gradients =
+            [&batch, &copied].map(|batch| GradientCase::store(batch, &layout, GradientOptions::ALL).invocation());
+        for_both_sides(|side| {
+            assert!(results(&calls[0], side) == results(&calls[1], side), "{form:?}");
+            assert!(results(&gradients[0], side) == results(&gradients[1], side), "{form:?}");
+            let [shared, copies] = [0, 1].map(|call| gradients[call].results(side).pop().unwrap());
+            let mut sums = vec![0.0; shared.values().len()];
+            for (copy, values) in copies.values().chunks_exact(of_head).enumerate() {
+                let heads_of_bias = shared.dims[1] as usize;
+                let to = &mut sums[copy % heads % heads_of_bias * of_head..][..of_head];
+                to.iter_mut().zip(values).for_each(|(to, x)| *to += x);
+            }
+            for (x, y) in shared.values().into_iter().zip(sums) {
+                assert!((x - y).abs() < 1e-4, "{form:?}: {x} and {y}");
+            }
+        });
+    }
+}
+
+#[test]
+fn dbias_changes_no_other_gradient() {
+    for seed in 0..3 {
+        let spec = BatchSpec { bias: Some(BiasForm::ALL[seed]), ..small(seed) };
+        let call = GradientCase::store(&spec.batch(), &layout(seed), GradientOptions::ALL).invocation();
+        let mut without = call.clone();
+        without.results.retain(|result| result.name != "dbias");
+        for_both_sides(|side| assert!(results(&call, side) == results(&without, side), "{}", call.description));
+    }
+}
