@@ -163,6 +163,12 @@ def tree_mask(q_max):
     return {"tree_mask": bits.astype(np.int32)}
 
 
+def score_bias(sequences, *shape, rows=20, keys=50, dtype=np.float32):
+    """A bias ``[sequences or 1, 8 or 1, rows, keys]``, -inf in some elements."""
+    bias = _rows(*(shape or (sequences, 8)), rows, keys, seed=5)
+    return converted(np.where(np.abs(bias) > 2.2, -np.inf, bias).astype(np.float32), dtype)
+
+
 PAGED = ("query", "kv_cache", "context_lens", "block_tables", "query_start_loc", "num_seqs")
 _SCORES = (
     {},
@@ -235,6 +241,8 @@ _VARLEN_OPTIONS = (
     {"causal": True, "q_offset": np.int32([30, -2, 0, 5, 9])},
     key_ranges(varlen(SEQUENCES, unused=(2, 1))[0][0]),
     {"causal": True, "k_start": key_ranges(varlen(SEQUENCES, unused=(2, 1))[0][0])["k_start"]},
+    {"bias": score_bias(5)},
+    {"causal": True, "softcap": 3.0, "bias": score_bias(5, 1, 1, keys=31)},
     {"q_scale": 0.5},
     {"k_scale": PER_HEAD},
     {"v_scale": PER_HEAD},

@@ -21,12 +21,14 @@ def expected_results(function, arguments):
     declared = operator(f"xla_gpu_{name}")
     attributes = {attribute.name: arguments.get(attribute.name) for attribute in declared.attributes}
     operands = [_operand(arguments.get(operand.name)) for operand in declared.operands]
-    results = [np.zeros(shape, dtype) for shape, dtype in _RESULTS[name](**arguments)]
+    declared_results = _RESULTS[name](**arguments)
+    results = [None if result is None else np.zeros(*result) for result in declared_results]
     views = ([None if x is None else (x.shape, x.dtype.name) for x in side] for side in (operands, results))
     request = _library.Request(declared.target, *views, declared.typed(attributes))
     request.set_addresses(*([0 if x is None else x.ctypes.data for x in side] for side in (operands, results)))
     request.run(_library.Action.RUN_ON_CPU)
-    return [x for i, x in enumerate(results) if i not in declared.aliases] + [results[i] for i in declared.aliases]
+    ours = [x for i, x in enumerate(results) if i not in declared.aliases and x is not None]
+    return ours + [results[i] for i in declared.aliases]
 
 
 def _operand(value):
@@ -119,6 +121,11 @@ def _results_of_gather(k_cache, v_cache, block_tables, capacity, kv_layout, dtyp
     return *(((capacity, heads, d), np.dtype(dtype)) for d in dims), ((len(block_tables) + 1,), I32)
 
 
+def _results_of_varlen_bwd(q, k, v, sinks=None, bias=None, **_):
+    gradients = [None if x is None else _like(x) for x in (q, k, v, sinks)]
+    return [*gradients, None, _like(bias)] if bias is not None else [x for x in gradients if x is not None]
+
+
 _RESULTS = {
     "simple_add": lambda a, **_: [_like(a)],
     "paged_attention": _results_of_paged_attention,
@@ -130,6 +137,6 @@ _RESULTS = {
     "rope_kv_cache_update": lambda kv_cache, query, **_: [_like(kv_cache), _like(query)],
     "gather_kv_cache": _results_of_gather,
     "flash_attn_varlen": _results_of_varlen,
-    "flash_attn_varlen_bwd": lambda q, k, v, sinks=None, **_: [_like(x) for x in (q, k, v, sinks) if x is not None],
+    "flash_attn_varlen_bwd": _results_of_varlen_bwd,
     "merge_attention_states": lambda out_a, lse_a, **_: [_like(out_a), _like(lse_a)],
 }

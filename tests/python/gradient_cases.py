@@ -5,7 +5,7 @@ from typing import NamedTuple
 import numpy as np
 
 from batches import varlen
-from calls import TOLERANCE, key_ranges
+from calls import TOLERANCE, key_ranges, score_bias
 from expected_results import expected_results
 
 MIXED = [(33, 33), (1, 50), (5, 70), (0, 9), (3, 0), (9, 4)]
@@ -28,6 +28,10 @@ CASES = {
     "offsets": ({}, {"window": (20, 0), "q_offset": np.int32([5, 30, -2, 0, 3, 7])}, True),
     "key ranges": ({}, {"causal": True, **key_ranges(varlen(MIXED)[0][0])}, False),
     "ends of key ranges": ({"dv": 40}, {"k_end": key_ranges(varlen(MIXED)[0][0])["k_end"]}, True),
+    "bias": ({"dv": 40}, {"bias": score_bias(6, rows=33, keys=70)}, True),
+    "bias that all share": ({}, {"bias": score_bias(6, 1, 1, keys=61), "causal": True, "softcap": 1.5}, False),
+    "bias of bfloat16": ({"dtype": "bfloat16"}, {"bias": score_bias(6, 1, 8, dtype="bfloat16"), "causal": True}, False),
+    "bias of float32": ({"dtype": "bfloat16"}, {"bias": score_bias(6, 6, 1), "sinks": np.zeros(8, np.float32)}, False),
     "sinks": ({}, {"sinks": np.linspace(-1, 3, 8, dtype=np.float32), "causal": True}, True),
     "bfloat16": ({"heads": (9, 3), "d": 40, "dtype": "bfloat16"}, {"causal": True}, True),
     "float16": ({"heads": (9, 3), "d": 40, "dtype": "float16"}, {"causal": True}, True),
@@ -43,7 +47,7 @@ class GradientCase(NamedTuple):
     dlse: np.ndarray | None
 
     def check(self, actual):
-        """Assert that `actual`, (dq, dk, dv) and with sinks dsinks, is what the library computes."""
+        """Assert that `actual`, (dq, dk, dv), with sinks dsinks and with a bias dbias, is what the library computes."""
         names = ("q", "k", "v", "cu_seqlens_q", "cu_seqlens_k")
         arguments = dict(zip(names, self.operands, strict=True)) | self.options
         out, lse = expected_results("flash_attn_varlen", arguments)

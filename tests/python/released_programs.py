@@ -48,6 +48,14 @@ def _gradients_of_ranges(q, k, v, *rest):
     return jax.grad(lambda *x: _varlen_ranges(*x, *rest).sum(), (0, 1, 2))(q, k, v)
 
 
+def _varlen_bias(q, k, v, starts, bias):
+    return xa.flash_attn_varlen(q, k, v, starts, bias=bias)
+
+
+def _gradients_of_bias(q, k, v, starts, bias):
+    return jax.grad(lambda *x: _varlen_bias(*x[:3], starts, x[3]).sum(), (0, 1, 2, 3))(q, k, v, bias)
+
+
 def _paged_ranges(q, cache, *rest):
     *sequences, k_start, k_end = rest
     return xa.paged_attention(q, cache, *sequences, scale=0.25, k_start=k_start, k_end=k_end)
@@ -73,6 +81,7 @@ def _latent(q, cache, *rest):
 
 VARLEN = (spec(3, 2, 8), spec(3, 1, 8), spec(3, 1, 8), spec(3, dtype=I32))
 RANGES = (spec(3, dtype=I32), spec(3, dtype=I32))
+BIAS = spec(2, 1, 3, 3)
 
 # The function and operands of each program, by the name of its operator, and after a dot of what came to it later.
 PROGRAMS = {
@@ -87,6 +96,7 @@ PROGRAMS = {
     "kv_cache_update_split": (lambda k, v, *rows: xa.kv_cache_update((k, v), *rows), (spec(4, 2, 1, 8),) * 2 + ROWS),
     "flash_attn_varlen": (_varlen, VARLEN),
     "flash_attn_varlen.key_ranges": (_varlen_ranges, VARLEN + RANGES),
+    "flash_attn_varlen.bias": (_varlen_bias, (*VARLEN, BIAS)),
     "merge_attention_states": (xa.merge_attention_states, (spec(3, 2, 8), spec(2, 3)) * 2),
     "rope_kv_cache_update": (
         lambda *x: xa.rope_kv_cache_update(*x, interleaved=True),
@@ -110,6 +120,7 @@ PROGRAMS = {
     ),
     "flash_attn_varlen_bwd": (_gradients, VARLEN),
     "flash_attn_varlen_bwd.key_ranges": (_gradients_of_ranges, VARLEN + RANGES),
+    "flash_attn_varlen_bwd.bias": (_gradients_of_bias, (*VARLEN, BIAS)),
 }
 
 

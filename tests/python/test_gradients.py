@@ -18,16 +18,17 @@ from xla_attention.jax import dot_product_attention, export_disabled_checks, fla
 def test_gradients_are_those_of_the_c_interface(platform, name):
     case = gradient_case(name)
     q, k, v, *starts = case.operands
-    constant = {name: x for name, x in case.options.items() if name != "sinks"}
+    others = {name: case.options[name] for name in ("sinks", "bias") if name in case.options}
+    constant = {name: x for name, x in case.options.items() if name not in others}
 
-    def total(q, k, v, sinks):
-        out, lse = flash_attn_varlen(q, k, v, *starts, sinks=sinks, return_lse=True, **constant)
+    def total(q, k, v, *values):
+        others_of_call = dict(zip(others, values, strict=True))
+        out, lse = flash_attn_varlen(q, k, v, *starts, return_lse=True, **others_of_call, **constant)
         # The log-sum-exp of a row without keys is -inf, and 0 * -inf would be NaN.
         lse_total = 0 if case.dlse is None else jnp.sum(jnp.where(jnp.isfinite(lse), lse, 0) * case.dlse)
         return jnp.sum(out.astype(jnp.float32) * case.dout.astype(jnp.float32)) + lse_total
 
-    sinks = case.options.get("sinks")
-    case.check(jax.jit(jax.grad(total, range(3 if sinks is None else 4)))(q, k, v, sinks))
+    case.check(jax.jit(jax.grad(total, range(3 + len(others))))(q, k, v, *others.values()))
 
 
 @pytest.mark.parametrize(

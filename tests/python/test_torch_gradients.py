@@ -16,7 +16,7 @@ def test_gradients_are_those_of_the_c_interface(torch_device, name):
     case = gradient_case(name)
     q, k, v, *starts = (tensor(x, torch_device) for x in case.operands)
     options = {name: tensor(value, torch_device) for name, value in case.options.items()}
-    leaves = [x.requires_grad_() for x in (q, k, v, *([options["sinks"]] if "sinks" in options else []))]
+    leaves = [x.requires_grad_() for x in (q, k, v, *(options[name] for name in ("sinks", "bias") if name in options))]
     results = xt.flash_attn_varlen(q, k, v, *starts, return_lse=True, **options)
     cotangents = [tensor(x, torch_device) for x in (case.dout, case.dlse) if x is not None]
     actual = torch.autograd.grad(results[: len(cotangents)], leaves, cotangents)
@@ -109,6 +109,19 @@ def test_the_operator_passes_opcheck():
     out, lse = xt.flash_attn_varlen(q, k, v, starts, starts_k, return_lse=True)
     arguments = (torch.ones_like(out), q, k, v, out, lse, starts, starts_k, 4, 9, 0.125, True, -1, -1, 0.0)
     torch.library.opcheck(torch.ops.xla_gpu.flash_attn_varlen_bwd.default, arguments)
+
+
+@pytest.mark.parametrize("has_gradient", [True, False])
+def test_the_operator_with_a_bias_passes_opcheck(has_gradient):
+    (q, k, v, starts, starts_k), _ = varlen([(3, 5), (4, 9)], rows_after=0)
+    q, k, v, starts, starts_k = (tensor(x) for x in (q, k, v, starts, starts_k))
+    bias = torch.linspace(-1, 1, 2 * 4 * 9).reshape(2, 1, 4, 9)
+    out, lse = xt.flash_attn_varlen(q, k, v, starts, starts_k, bias=bias, return_lse=True)
+    arguments = (torch.ones_like(out), q, k, v, out, lse, starts, starts_k, 4, 9, 0.125, True, -1, -1, 0.0)
+    options = {"bias": bias, "bias_gradient": has_gradient}
+    torch.library.opcheck(torch.ops.xla_gpu.flash_attn_varlen_bias_bwd.default, arguments, options)
+    *_, dbias = torch.ops.xla_gpu.flash_attn_varlen_bias_bwd(*arguments, **options)
+    assert dbias.shape == (bias.shape if has_gradient else (0,))
 
 
 @pytest.mark.parametrize(

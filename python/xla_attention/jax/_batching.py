@@ -128,6 +128,22 @@ def concat_alibi_slopes(axis_size: int, is_batched: bool, slopes: Array, num_seq
     return append_empty_sequence(batch_at_front(axis_size, is_batched or slopes.ndim == 3, slopes))
 
 
+def concat_bias(options: Options, axis_size: int, in_batched: Operands, operands: Operands) -> Array:
+    """Biases ``[B or 1, ...]`` of n calls as ``[n B, ...]``, or as it is where all sequences of all calls share it."""
+    bias, is_batched = operands.bias, bool(in_batched.bias)
+    is_shared = bias.shape[int(is_batched)] == 1
+    if is_shared and not is_batched:
+        return bias
+    each = batch_at_front(axis_size, is_batched, bias)
+    if options.dense:
+        num_seqs = operands.q.shape[int(in_batched.q)]
+    else:
+        num_seqs = operands.cu_seqlens_q.shape[int(in_batched.cu_seqlens_q)] - 1
+    if is_shared:
+        each = jnp.broadcast_to(each, (axis_size, num_seqs, *each.shape[2:]))
+    return concat_rows(each) if options.dense else append_empty_sequence(each)
+
+
 # ---------- calls of _varlen
 
 
@@ -150,6 +166,8 @@ def concat_operands(options: Options, axis_size: int, in_batched: Operands, oper
     each = Operands(*(batch_at_front(axis_size, *pair) for pair in zip(in_batched, operands, strict=True)))
     concat = {name: concat_rows(x) for name, x in each._asdict().items() if x is not None}
     concat.update({name: getattr(operands, name) for name in shared if getattr(operands, name) is not None})
+    if operands.bias is not None:
+        concat["bias"] = concat_bias(options, axis_size, in_batched, operands)
     if options.dense:
         return Operands(**concat)
 

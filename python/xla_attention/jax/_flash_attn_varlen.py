@@ -54,6 +54,7 @@ def flash_attn_varlen(
     q_offset: Array | None = None,
     k_start: Array | None = None,
     k_end: Array | None = None,
+    bias: Array | None = None,
     top_left: bool = False,
     deterministic: bool = False,
     batch_invariant: bool = False,
@@ -107,6 +108,8 @@ def flash_attn_varlen(
         sign; for shards of longer sequences.
     k_start : Array, optional
     k_end : Array, optional
+    bias : Array, optional
+        ... It has a gradient. A bias of -inf hides a key; ``docs/semantics.md#bias`` has more.
     top_left : bool
     deterministic : bool
         Whether the gradients have to be deterministic; the results always are.
@@ -190,6 +193,7 @@ def flash_attn_varlen(
         optional_index_operand("q_offset", q_offset),
         optional_index_operand("k_start", k_start),
         optional_index_operand("k_end", k_end),
+        None if bias is None else jnp.asarray(bias),
     )
     return attend(options, operands, bool(static_bool("return_lse", return_lse)))
 
@@ -233,7 +237,10 @@ def _attend(options: Options, operands: Operands) -> tuple[Array, Array]:
 def _attend_fwd(options: Options, primals: Operands) -> tuple[tuple[Array, Array], tuple]:
     # Not `forward`: with the custom_vjp, a second derivative reaches `gradients`, which rejects it by name.
     call = functools.partial(_attend.__wrapped__, options)
-    return attend_with_residuals("flash_attn_varlen", options, call, primals)
+    results, residuals = attend_with_residuals("flash_attn_varlen", options, call, primals)
+    # The structure of a residual is static: None where the bias needs no gradient, which takes a separate kernel.
+    has_bias_gradient = () if primals.bias is not None and primals.bias.perturbed else None
+    return results, (*residuals, has_bias_gradient)
 
 
 def attend_with_residuals(
@@ -256,12 +263,17 @@ def without_symbolic_zeros(cotangents: tuple[Any, Any], out: Array) -> tuple[Arr
 
 
 def _attend_bwd(options: Options, residuals: tuple, cotangents: tuple[Any, Any]) -> tuple[Operands]:
-    operands, out, lse = residuals
+    operands, out, lse, has_bias_gradient = residuals
     out = out.astype(operands.q.dtype)
     dout, dlse = without_symbolic_zeros(cotangents, out)
+    options = options._replace(bias_gradient=has_bias_gradient is not None)
     grads = gradients(options, operands, Cotangents(dout, out, lse, dlse))
     dq, dk, dv = map(reshard_like, grads[:3], operands[:3])
-    return (Operands(dq, dk, dv, sinks=None if grads.dsinks is None else reshard_like(grads.dsinks, operands.sinks)),)
+    dsinks, dbias = (
+        None if gradient is None else reshard_like(gradient, of)
+        for gradient, of in ((grads.dsinks, operands.sinks), (grads.dbias, operands.bias))
+    )
+    return (Operands(dq, dk, dv, sinks=dsinks, bias=dbias),)
 
 
 # `backward`, whose own derivative is refused.

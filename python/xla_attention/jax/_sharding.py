@@ -231,13 +231,19 @@ def _spec(assigned: Assignment, dims: Dims) -> PartitionSpec:
 
 
 def _with_sums(local_call: Callable, rule: ShardingRule, assigned: Assignment) -> Callable:
-    """The call with those results summed over the devices that are sums over the free dimensions."""
-    axes = tuple(axis for letter in rule.free for axis in assigned.axes[letter])
-    if not axes or not rule.summed:
+    """The call with those results summed over devices that are sums over dimensions (`ShardingRule.summed`)."""
+    letters = (*rule.free, "H")
+    axes = [
+        tuple(axis for letter in letters if letter not in dims for axis in assigned.axes.get(letter, ()))
+        if i in rule.summed
+        else ()
+        for i, dims in enumerate(rule.results)
+    ]
+    if not any(axes):
         return local_call
 
     def call(*shards: Array) -> tuple[Array, ...]:
-        return tuple(jax.lax.psum(x, axes) if i in rule.summed else x for i, x in enumerate(local_call(*shards)))
+        return tuple(jax.lax.psum(x, of) if of else x for x, of in zip(local_call(*shards), axes, strict=True))
 
     return call
 

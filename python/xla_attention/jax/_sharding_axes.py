@@ -17,7 +17,9 @@ class ShardingRule(NamedTuple):
     operands: tuple[Dims, ...]
     results: tuple[Dims, ...]
     free: Dims = ""
-    summed: tuple[int, ...] = ()  # indices of results that are sums over the free dimensions, as the sinks' gradient
+    # Indices of results that are sums over the free dimensions and the heads, without those of their own dims: the
+    # gradients of the sinks and of a bias.
+    summed: tuple[int, ...] = ()
 
     @property
     def is_elementwise(self) -> bool:

@@ -78,7 +78,7 @@ def _backward_ffi_call(options: Options, operands: Operands, cotangents: Cotange
         lse, dlse = (None if x is None else x.reshape(x.shape[0], -1) for x in (cotangents.lse, cotangents.dlse))
         grads = _backward_ffi_call(options._replace(dense=False), packed(operands), Cotangents(dout, out, lse, dlse))
         dense = (x.reshape(like.shape) for x, like in zip(grads[:3], operands[:3], strict=True))
-        return Gradients(*dense, grads.dsinks)
+        return Gradients(*dense, *grads[3:])
     q, k, v = operands[:3]
     dout, out, lse, dlse = cotangents
     starts = operands.cu_seqlens_q
@@ -89,13 +89,18 @@ def _backward_ffi_call(options: Options, operands: Operands, cotangents: Cotange
     target = "xla_gpu_flash_attn_varlen_bwd"
     heads, dims = (q.shape[1], k.shape[1]), (q.shape[2], v.shape[2])
     size = _library.workspace(target, *heads, *dims, q.dtype, False, q.shape[0], starts.shape[0] - 1)
+    results.append(jax.ShapeDtypeStruct((size,), jnp.uint8))
+    if options.bias_gradient:
+        bias = operands.bias
+        results.append(jax.ShapeDtypeStruct(bias.shape, jnp.float32 if options.f32_gradients else bias.dtype))
     grads = custom_call(
         target,
         [dout, q, k, v, out, lse, *sequences, operands.alibi_slopes, sinks, dlse, *operands[14:]],
-        [*results, jax.ShapeDtypeStruct((size,), jnp.uint8)],
+        results,
         operator(target).attributes_of(options),
     )
-    return Gradients(*grads[:3], None if sinks is None else grads[3])
+    dbias = grads[-1] if options.bias_gradient else None
+    return Gradients(*grads[:3], None if sinks is None else grads[3], dbias)
 
 
 # ---------- sharding rules
@@ -116,7 +121,14 @@ def _operand_dims(options: Options, operands: Operands) -> tuple[str, ...]:
     dims = Operands("btHd" if options.dense else "tHd", k, v, starts, starts, *[per_sequence] * 5)
     dims = dims._replace(block_table=f"{per_sequence}.")
     rows = "bt" if options.dense else "t"
-    return drop_absent((*dims[:9], *score_dims(*operands[9:14]), per_sequence, rows, rows), operands)
+    bias = _bias_dims(options, operands.bias)
+    return drop_absent((*dims[:9], *score_dims(*operands[9:14]), per_sequence, rows, rows, bias), operands)
+
+
+def _bias_dims(options: Options, bias: Array | None) -> str:
+    """The letters of a bias; a dimension of 1, which all sequences or heads share, is replicated."""
+    batch, heads = (1, 1) if bias is None or bias.ndim != 4 else bias.shape[:2]
+    return f"{'b' if options.dense and batch != 1 else '.'}{'H' if heads != 1 else '.'}.."
 
 
 def _result_dims(options: Options) -> tuple[str, str]:
@@ -135,7 +147,9 @@ def _backward_sharding_rule(options: Options, operands: Operands, cotangents: Co
     dims, (out, lse) = _operand_dims(options, operands), _result_dims(options)
     cotangent_dims = drop_absent((out, out, lse, lse), cotangents)
     grad_dims = dims[:3] if operands.sinks is None else (*dims[:3], "H")
-    return ShardingRule(dims + cotangent_dims, grad_dims, _free_dims(options), summed=(3,))
+    if options.bias_gradient:
+        grad_dims += (_bias_dims(options, operands.bias),)
+    return ShardingRule(dims + cotangent_dims, grad_dims, _free_dims(options), summed=(3, 4))
 
 
 # ---------- batching rules
@@ -157,8 +171,8 @@ def _backward_batching_rule(
     arguments: tuple[Operands, Cotangents],
 ) -> tuple | None:
     (operands_batched, cotangents_batched), (operands, cotangents) = in_batched, arguments
-    # One call would sum the gradients of the sinks over the sequences of all calls.
-    if operands.sinks is not None or not can_concat(options, operands_batched, operands):
+    # One call would sum the gradients of the sinks, and of a bias, over the sequences of all calls.
+    if operands.sinks is not None or options.bias_gradient or not can_concat(options, operands_batched, operands):
         return None
     concat = concat_operands(options, axis_size, operands_batched, operands)
     concat = concat, concat_cotangents(axis_size, cotangents_batched, cotangents)
@@ -185,6 +199,7 @@ def forward(options: Options, operands: Operands) -> tuple[Array, Array]:
 
 
 def backward(options: Options, operands: Operands, cotangents: Cotangents) -> Gradients:
-    """The gradients of q, k, v, and of the sinks where there are sinks."""
+    """The gradients of q, k, v, of the sinks where there are sinks, and of the bias if the options ask for it."""
     grads = _backward(options, operands, cotangents)
-    return Gradients(*grads[:3], None if operands.sinks is None else grads[3])
+    dbias = grads[-1] if options.bias_gradient else None
+    return Gradients(*grads[:3], None if operands.sinks is None else grads[3], dbias)

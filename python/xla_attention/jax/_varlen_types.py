@@ -24,7 +24,8 @@ class Options(NamedTuple):
     window_right: np.int64
     out_dtype: np.dtype
     dense: bool  # q, k and v have a batch dimension
-    f32_gradients: bool = False  # of q, k and v; otherwise they have q's dtype
+    f32_gradients: bool = False  # of q, k, v and the bias; otherwise they have their dtypes
+    bias_gradient: bool = False  # whether `backward` computes it
 
 
 class Operands(NamedTuple):
@@ -51,6 +52,7 @@ class Operands(NamedTuple):
     q_offset: Array | None = None
     k_start: Array | None = None  # [Tq]; dense: [B, Tq]
     k_end: Array | None = None
+    bias: Array | None = None  # [B or 1, Hq or 1, Sq, Sk]; not with segments
 
 
 def keys_are_in_pages(options: Options, operands: Operands) -> bool:
@@ -68,9 +70,10 @@ class Cotangents(NamedTuple):
 
 
 class Gradients(NamedTuple):
-    """The gradients of q, k, v, and of the sinks where there are sinks."""
+    """The gradients of q, k, v, of the sinks where there are sinks, and of the bias with `Options.bias_gradient`."""
 
     dq: Array
     dk: Array
     dv: Array
     dsinks: Array | None
+    dbias: Array | None = None

@@ -18,7 +18,7 @@ from ._flash_attn_varlen_bwd import backward, setup_context
 from ._plan import planned
 
 _OPERATOR = operator("xla_gpu_flash_attn_varlen")
-_NEWER = ("q_offset", "k_start", "k_end")  # operands that are newer than torch's operator
+_NEWER = ("q_offset", "k_start", "k_end", "bias")  # operands that are newer than torch's operator
 
 
 @documented("xla_gpu_flash_attn_varlen")
@@ -49,6 +49,7 @@ def flash_attn_varlen(
     q_offset: torch.Tensor | None = None,
     k_start: torch.Tensor | None = None,
     k_end: torch.Tensor | None = None,
+    bias: torch.Tensor | None = None,
     top_left: bool = False,
     deterministic: bool = False,
     batch_invariant: bool = False,
@@ -103,6 +104,8 @@ def flash_attn_varlen(
         sign; for shards of longer sequences.
     k_start : Tensor, optional
     k_end : Tensor, optional
+    bias : Tensor, optional
+        ... It has a gradient. A bias of -inf hides a key; ``docs/semantics.md#bias`` has more.
     top_left : bool
     deterministic : bool
         Whether the gradients have to be deterministic; the results always are.
@@ -172,6 +175,7 @@ def flash_attn_varlen(
         q_offset,
         k_start,
         k_end,
+        bias,
     )
     return (out, lse) if return_lse else out
 
@@ -206,6 +210,7 @@ def _lower(
     q_offset: torch.Tensor | None = None,
     k_start: torch.Tensor | None = None,
     k_end: torch.Tensor | None = None,
+    bias: torch.Tensor | None = None,
 ) -> Call:
     value_dim = v.shape[-1] if v.dim() > 1 else k.shape[-1]
     workspace = None
@@ -234,6 +239,7 @@ def _lower(
             "q_offset": index_operand("q_offset", q_offset),
             "k_start": index_operand("k_start", k_start),
             "k_end": index_operand("k_end", k_end),
+            "bias": bias,
         },
         (
             Result((*q.shape[:-1], value_dim), output_dtype(q, out_dtype)),
@@ -264,7 +270,8 @@ define(
     # An option that is newer than the operator is its last parameter, because programs pass options by position.
     f"int window_left, int window_right, float softcap, {_OPERATOR.optional_tensors(without=_NEWER)}, "
     "bool top_left=False, bool deterministic=False, bool batch_invariant=False, str? kv_layout=None, "
-    "ScalarType? out_dtype=None, Tensor? q_offset=None, Tensor? k_start=None, Tensor? k_end=None) -> (Tensor, Tensor)",
+    "ScalarType? out_dtype=None, Tensor? q_offset=None, Tensor? k_start=None, Tensor? k_end=None, Tensor? bias=None) "
+    "-> (Tensor, Tensor)",
     _lower,
     tuple,
     backward=backward,

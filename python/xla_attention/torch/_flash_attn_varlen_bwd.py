@@ -12,7 +12,7 @@ from ._call import Call, Result, Workspace, f32_operand, index_operand
 from ._define import define
 
 _OPERATOR = operator("xla_gpu_flash_attn_varlen_bwd")
-_NEWER = ("q_offset", "k_start", "k_end")  # operands that are newer than torch's operator
+_NEWER = ("q_offset", "k_start", "k_end", "bias")  # operands that are newer than torch's operator
 _TENSORS = (
     "q",
     "k",
@@ -27,6 +27,7 @@ _TENSORS = (
     "q_offset",
     "k_start",
     "k_end",
+    "bias",
 )
 
 
@@ -65,13 +66,14 @@ def backward(ctx: Any, dout: torch.Tensor | None, dlse: torch.Tensor | None) -> 
         raise NotImplementedError(f"flash_attn_varlen: there is no gradient {ctx.unsupported}")
     *tensors, out, lse = ctx.saved_tensors
     saved = dict(zip(_TENSORS, tensors, strict=True))
-    sinks = _arguments().index("sinks")
+    sinks, bias = map(_arguments().index, ("sinks", "bias"))
     # `needs_input_grad` ends with the last argument that was given.
     if not any(ctx.needs_input_grad[sinks : sinks + 1]):
         saved["sinks"] = None  # the log-sum-exps include them
+    has_bias_gradient = any(ctx.needs_input_grad[bias : bias + 1])
     names = ("max_seqlen_q", "max_seqlen_k", "softmax_scale", "is_causal", "window_left", "window_right", "softcap")
     out = out.to(saved["q"].dtype)
-    dq, dk, dv, dsinks = torch.ops.xla_gpu.flash_attn_varlen_bwd(
+    arguments = (
         torch.zeros_like(out) if dout is None else dout.to(out.dtype),
         *(saved[name] for name in ("q", "k", "v")),
         out,
@@ -87,9 +89,17 @@ def backward(ctx: Any, dout: torch.Tensor | None, dlse: torch.Tensor | None) -> 
         saved["k_start"],
         saved["k_end"],
     )
+    dbias = None
+    if saved["bias"] is None:
+        dq, dk, dv, dsinks = torch.ops.xla_gpu.flash_attn_varlen_bwd(*arguments)
+    else:
+        results = torch.ops.xla_gpu.flash_attn_varlen_bias_bwd(*arguments, saved["bias"], has_bias_gradient)
+        dq, dk, dv, dsinks, dbias = results
     grads: list[torch.Tensor | None] = [dq, dk, dv] + [None] * (len(_arguments()) - 3)
     if saved["sinks"] is not None:
         grads[sinks] = dsinks.to(saved["sinks"].dtype)
+    if has_bias_gradient:
+        grads[bias] = dbias
     return tuple(grads[: len(ctx.needs_input_grad)])
 
 
@@ -121,9 +131,11 @@ def _lower(
     grad_dtype: torch.dtype | None = None,
     k_start: torch.Tensor | None = None,
     k_end: torch.Tensor | None = None,
+    bias: torch.Tensor | None = None,
+    bias_gradient: bool = False,
 ) -> Call:
     workspace = None
-    if q.dim() == k.dim() == v.dim() == 3 and cu_seqlens_q.dim() == 1:
+    if bias is None and q.dim() == k.dim() == v.dim() == 3 and cu_seqlens_q.dim() == 1:
         rows = (q.shape[0], cu_seqlens_q.shape[0] - 1)
         workspace = Workspace(q.shape[1], k.shape[1], q.shape[2], v.shape[2], q.dtype, False, *rows)
     return Call(
@@ -146,10 +158,12 @@ def _lower(
             "q_offset": index_operand("q_offset", q_offset),
             "k_start": index_operand("k_start", k_start),
             "k_end": index_operand("k_end", k_end),
+            "bias": bias,
         },
         (
             *(Result(tuple(x.shape), grad_dtype or x.dtype) for x in (q, k, v)),
             Result((0,) if sinks is None else tuple(sinks.shape), torch.float32),
+            *([] if bias is None else _bias_results(q, bias, bias_gradient, grad_dtype)),
         ),
         _OPERATOR.typed(
             {
@@ -169,12 +183,37 @@ def _lower(
     )
 
 
-define(
-    "xla_gpu::flash_attn_varlen_bwd",
-    f"({_OPERATOR.required_tensors()}, int max_seqlen_q, int max_seqlen_k, float softmax_scale, bool is_causal, "
+def _bias_results(
+    q: torch.Tensor, bias: torch.Tensor, has_gradient: bool, grad_dtype: torch.dtype | None
+) -> tuple[Result, Result]:
+    """The workspace, with room for a number per row and head, and `dbias`, empty where it is not asked for."""
+    rows = q.shape[0] * q.shape[1] if q.dim() == 3 else 0
+    return (
+        Result((4 * (rows + 1),), torch.uint8),
+        Result(tuple(bias.shape) if has_gradient else (0,), grad_dtype or bias.dtype),
+    )
+
+
+def _without_workspace(results: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
+    return (*results[:4], results[5])
+
+
+_PARAMETERS = (
+    f"{_OPERATOR.required_tensors()}, int max_seqlen_q, int max_seqlen_k, float softmax_scale, bool is_causal, "
     f"int window_left, int window_right, float softcap, {_OPERATOR.optional_tensors(without=_NEWER)}, "
     "bool top_left=False, bool deterministic=False, Tensor? q_offset=None, ScalarType? grad_dtype=None, "
-    "Tensor? k_start=None, Tensor? k_end=None) -> (Tensor, Tensor, Tensor, Tensor)",
+    "Tensor? k_start=None, Tensor? k_end=None"
+)
+define(
+    "xla_gpu::flash_attn_varlen_bwd",
+    f"({_PARAMETERS}) -> (Tensor, Tensor, Tensor, Tensor)",
     _lower,
     tuple,
+)
+# The same with one more result: exported programs have the operator above.
+define(
+    "xla_gpu::flash_attn_varlen_bias_bwd",
+    f"({_PARAMETERS}, Tensor? bias=None, bool bias_gradient=False) -> (Tensor, Tensor, Tensor, Tensor, Tensor)",
+    _lower,
+    _without_workspace,
 )
