@@ -51,11 +51,12 @@ def attention_fn(
     key, value : Array
         ``[batch..., S, K, H]``, K a divisor of N.
     bias : Array, optional
-        Broadcastable to ``[batch..., N, T, S]``; only with ``fallback="xla"``.
+        Broadcastable to ``[batch..., N, T, S]``, added to the scaled scores. It has a gradient.
     mask : Array, optional
         Broadcastable to ``[batch..., N, T, S]``, of any dtype: a query attends to a key where it is not 0. Masks whose
         values are known (made outside of ``jax.jit``) are recognised as causal, windows and padding. Of traced ones,
-        those of keys are computed, which includes those of the modules' decoding caches; others need a `mask_form`.
+        those of keys are computed, which includes those of the modules' decoding caches, and those with a `mask_form`;
+        others become a bias, which is slower.
     broadcast_dropout, dropout_rng, dropout_rate, deterministic
         There is no dropout: an error if `dropout_rate` is not 0 and `deterministic` is not True.
     dtype : dtype, optional
@@ -84,8 +85,8 @@ def attention_fn(
     ValueError
         Shapes or options do not fit together.
     NotImplementedError
-        Dropout, sown weights, custom einsums; with ``fallback="error"`` a bias, or a mask that the kernels do not
-        compute.
+        Dropout, sown weights, custom einsums; with ``fallback="error"`` a dtype or head dimension that there is no
+        kernel for.
 
     Examples
     --------

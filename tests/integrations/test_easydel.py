@@ -152,8 +152,6 @@ def test_the_operation_has_the_meaning_of_vanilla(monkeypatch, options):
         ({"cum_seqlens_q": jnp.int32([0, 24])}, "cum_seqlens_q"),
         ({"cum_seqlens_k": jnp.int32([0, 24])}, "cum_seqlens_k"),
         ({"normalize_output": False}, "normalize_output=False"),
-        ({"bias": jnp.zeros((2, HEADS, 12, 12))}, "bias"),
-        ({"init_bias": lambda: jnp.zeros((2, HEADS, 12, 12))}, "bias"),
         ({"dropout_prob": 0.1, "deterministic": False}, "dropout"),
         ({"causal": True, "keys": 9}, "causal with queries and keys of different lengths"),
         (
@@ -161,7 +159,6 @@ def test_the_operation_has_the_meaning_of_vanilla(monkeypatch, options):
             "pair",
         ),
         ({"mask_info": DOCUMENTS.replace(chunked_mask_baked_in=True)}, "a mask with chunked in it"),
-        ({"mask_info": MaskInfo(_attention_mask=jnp.asarray(tokens(2, 1, 12, 12) % 2 == 0))}, "mask"),
     ],
     ids=lambda case: ",".join(case) if isinstance(case, dict) else "",
 )

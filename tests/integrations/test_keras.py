@@ -46,12 +46,12 @@ def expected_operation(*operands, **options):
     return dot_product_attention(*operands, **options, implementation="xla")
 
 
-def test_a_bias_and_any_mask_are_computed_by_jax(calls):
+def test_a_bias_and_any_mask_are_computed(calls):
     q, k, v = heads(X, 4), heads(X, 2), heads(X, 2)
     bias, mask = jnp.ones((1, 4, 12, 12)) * jnp.arange(12), jnp.eye(12, dtype=bool)[None, None] | (jnp.arange(12) > 7)
     for options in ({"bias": bias}, {"mask": mask}):
         actual = keras.ops.dot_product_attention(q, k, v, **options)
-        assert calls.pop() == "by_jax"
+        assert calls.pop() == "by_kernels"
         np.testing.assert_allclose(actual, expected_operation(q, k, v, **options), atol=2e-5)
 
 

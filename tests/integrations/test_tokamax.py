@@ -67,22 +67,24 @@ def test_our_kernels_compute_the_call(calls, options):
         np.testing.assert_allclose(a, b, atol=1e-4, rtol=1e-4)
 
 
-OTHERS = {
+BIASED = {
     "bias": {"bias": jnp.linspace(-1, 1, 17 * 29).reshape(1, 1, 17, 29)},
     "mask": {"mask": np.eye(17, 29, 3, bool)[None, None] | (np.arange(29) > 20)},
 }
 
 
-@pytest.mark.parametrize("options", OTHERS.values(), ids=OTHERS)
-def test_the_next_implementation_computes_the_others(calls, options):
+@pytest.mark.parametrize("options", BIASED.values(), ids=BIASED)
+def test_a_bias_and_any_mask_are_computed(calls, options):
     function = recipe("tokamax")["attention_of_tokamax"]
     expected = tokamax.dot_product_attention(*operands(), **options, implementation="xla")
     actual = tokamax.dot_product_attention(*operands(), **options, implementation=(function, "xla"))
-    np.testing.assert_array_equal(actual, expected)
-    assert not calls
-    with pytest.raises(NotImplementedError, match="dot_product_attention: (bias|mask) "):
-        tokamax.dot_product_attention(*operands(), **options, implementation=(function,))
-    # Also for operands that the recipe refuses by itself.
+    np.testing.assert_allclose(actual, expected, atol=3e-5)
+    assert len(calls) == 1
+
+
+def test_the_next_implementation_computes_the_others(calls):
+    function = recipe("tokamax")["attention_of_tokamax"]
+    # For operands that the recipe refuses by itself.
     five = [x[None] for x in operands()]
     actual = tokamax.dot_product_attention(*five, implementation=(function, "xla"))
     np.testing.assert_allclose(actual[0], tokamax.dot_product_attention(*operands(), implementation="xla"), atol=1e-5)

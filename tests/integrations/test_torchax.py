@@ -41,7 +41,7 @@ CALLS = {
     "causal": ({"is_causal": True}, "by_kernels"),
     "scale": ({"scale": 0.3}, "by_kernels"),
     "mask of keys": ({"attn_mask": torch.arange(29).expand(3, 1, 1, 29) < 11}, "by_kernels"),
-    "bias": ({"attn_mask": torch.linspace(-1, 1, 17 * 29).reshape(17, 29)}, "by_jax"),
+    "bias": ({"attn_mask": torch.linspace(-1, 1, 17 * 29).reshape(17, 29)}, "by_kernels"),
 }
 
 

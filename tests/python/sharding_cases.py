@@ -359,6 +359,17 @@ def added():
     return Case(lambda *x: (simple_add(*x),), operands, (spec, spec), (spec,), axes=2, differentiated=False)
 
 
+def biased(*spec, bias_shape=(4, 8, 17, 29), bias_spec=()):
+    """A dense batch with a bias, which has a gradient."""
+    case = dense(*spec)
+
+    def attend(q, k, v, bias):
+        return (dot_product_attention(q, k, v, bias, is_causal=True),)
+
+    operands = (*case.operands[:3], numbers(9, *bias_shape))
+    return case._replace(attend=attend, operands=operands, specs=(*case.specs[:3], PartitionSpec(*bias_spec)))
+
+
 CASES = {
     "packed, by heads": lambda _: packed(),
     "packed, deterministic, by heads": lambda _: packed(deterministic=True),
@@ -381,6 +392,12 @@ CASES = {
     "dense, sinks by heads": lambda _: dense_with_sinks(("batch", None, "heads"), "heads"),
     "dense, sinks by the axis of the batch": lambda _: dense_with_sinks(("batch",), "batch"),
     "dense, one KV head, by batch and heads": lambda _: dense("batch", None, "heads", heads=(8, 1)),
+    "dense, bias by batch and heads": lambda _: biased("batch", None, "heads", bias_spec=("batch", "heads")),
+    "dense, bias of heads": lambda _: biased(
+        "batch", None, "heads", bias_shape=(1, 8, 17, 29), bias_spec=(None, "heads")
+    ),
+    "dense, bias of entries": lambda _: biased("batch", None, "heads", bias_shape=(4, 1, 17, 29), bias_spec=("batch",)),
+    "dense, bias that all share": lambda _: biased("batch", None, "heads", bias_shape=(1, 1, 17, 29)),
     "dense, segments": lambda _: dense("batch", None, "heads", metadata="segments"),
     "dense, promised mask": lambda _: dense("batch", metadata="promise"),
     "dense, mask of keys": lambda _: dense("batch", None, "heads", metadata="mask"),
@@ -471,6 +488,9 @@ EXPECTED_COLLECTIVES = {
     "dense, sinks by heads": {"all-reduce"},
     "dense, sinks by the axis of the batch": {"all-gather", "all-reduce"},
     "dense, one KV head, by batch and heads": {"all-reduce"},
+    "dense, bias of heads": {"all-reduce"},
+    "dense, bias of entries": {"all-reduce"},
+    "dense, bias that all share": {"all-reduce"},
     "update, stacked, by pages": {"all-gather"},
     "paged, two KV heads per device": {"all-gather"},
     "paged, cache split between K and V": {"all-gather"},

@@ -72,9 +72,23 @@ def test_nnx_passes_is_causal_and_linen_asks_for_an_f32_softmax(function):
     np.testing.assert_array_equal(actual, dot_product_attention(*operands))
 
 
+@each_function
+def test_a_bias_and_any_mask_are_passed_on(function):
+    operands, mask = tensors(), np.eye(17, 29, 1, bool)[None, None] | (np.arange(29) == 28)
+    bias = jnp.linspace(-1, 1, 6 * 17 * 29).reshape(1, 6, 17, 29)
+    expected = jax.nn.dot_product_attention(*operands, bias, mask)
+    np.testing.assert_allclose(function(*operands, bias, mask=mask), expected, atol=3e-5)
+
+
+def test_a_bias_has_the_batch_dimensions_of_the_queries():
+    operands, bias = tensors(), np.random.default_rng(0).standard_normal((3, 6, 17, 29)).astype(np.float32)
+    expected = dot_product_attention(*operands, bias)
+    actual = attention_fn(*(x[None] for x in operands), bias[None])[0]
+    np.testing.assert_array_equal(actual, expected)
+
+
 UNSUPPORTED = {
     "dropout": ({"dropout_rate": 0.5, "deterministic": False}, "there is no dropout; dropout_rate is 0.5, expected 0"),
-    "a mask": ({"mask": np.eye(17, 29, 1, bool) | (np.arange(29) == 28)}, r"mask \[1, 1, 17, 29\] is not supported"),
     "sown weights": ({"module": object()}, "module is not supported; no matrix of weights"),
 }
 

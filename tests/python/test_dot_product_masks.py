@@ -50,8 +50,8 @@ KNOWN = {
     "blocks, causal": (np.arange(KEYS)[None] // 6 <= np.arange(ROWS)[:, None] // 6)[None, None],
     "gaps": ((POSITIONS >= 0) & (POSITIONS <= 2) & (np.arange(ROWS) % 4 == 1)[:, None])[None, None],
 }
-# Masks that they do not.
-UNKNOWN = {
+# Masks that become a bias.
+OTHERS = {
     "any": ANY,
     "one head differs": np.concatenate([np.ones((1, 1, ROWS, KEYS), bool)] * 5 + [CAUSAL[None, None]], 1),
     "two ranges": (np.arange(KEYS) % 9 != 4)[None, None, None],
@@ -101,25 +101,135 @@ def test_an_array_of_jax_is_a_known_mask_also_within_jit():
         np.testing.assert_array_equal(actual, expected)
 
 
-@pytest.mark.parametrize("mask", UNKNOWN.values(), ids=UNKNOWN)
+@pytest.mark.parametrize("mask", OTHERS.values(), ids=OTHERS)
 @pytest.mark.parametrize("wrap", [lambda f: f, jax.jit], ids=["eager", "jit"])
-def test_another_mask_follows_the_fallback(mask, wrap):
+def test_another_mask_becomes_a_bias(platform, mask, wrap):
+    check(mask, {}, wrap=wrap)
+    check(mask, {"is_causal": True}, wrap=wrap, expected_mask=mask & CAUSAL)
+    check(jnp.asarray(mask), {"sinks": jnp.linspace(-1, 2, 6)}, wrap=wrap, sinks=np.linspace(-1, 2, 6))
+
+
+@pytest.mark.parametrize("name", ["causal", "key padding", "prefix", "of each head", "none"])
+def test_a_traced_mask_becomes_a_bias(platform, name):
+    check(jnp.asarray(KNOWN[name]), {})
+    check(jnp.asarray(KNOWN[name]), {"local_window_size": 9}, expected_mask=KNOWN[name] & (abs(POSITIONS) <= 9))
+
+
+BIASES = {
+    "full": (3, 6, ROWS, KEYS),
+    "of heads": (1, 6, ROWS, KEYS),
+    "of entries": (3, 1, ROWS, KEYS),
+    "of two dimensions": (ROWS, KEYS),
+    "of keys": (3, 1, 1, KEYS),
+    "of rows": (6, ROWS, 1),
+    "of one number": (),
+}
+BESIDE_BIAS = {
+    "alone": ({}, True),
+    "causal": ({"is_causal": True}, CAUSAL),
+    "window and lengths": (
+        {"local_window_size": 12, "key_value_seq_lengths": np.int32([20, 29, 14])},
+        (abs(POSITIONS) <= 12) & (np.arange(KEYS) < np.array([20, 29, 14])[:, None, None, None]),
+    ),
+    "known mask": ({"mask": KNOWN["causal and left padding"]}, KNOWN["causal and left padding"]),
+    "prefix": ({"mask": KNOWN["prefix"]}, KNOWN["prefix"]),
+    "any mask": ({"mask": ANY}, ANY),
+    "mask of keys": ({"mask": jnp.asarray(SCATTERED)}, SCATTERED),
+    "promised ranges": ({"mask": jnp.asarray(DOCUMENTS), "mask_form": "ranges"}, DOCUMENTS),
+    "ends": ({"k_end": np.full((3, ROWS), 13)}, np.arange(KEYS) < 13),
+    "segments": (
+        {"segment_ids": (np.repeat([[1, 2]] * 3, [9, 8], 1), np.repeat([[1, 2]] * 3, [15, 14], 1))},
+        (np.arange(ROWS)[:, None] < 9) == (np.arange(KEYS) < 15),
+    ),
+}
+
+
+def biased_attention(q, k, v, bias, mask):
+    """Attention by its definition; rows without a key are 0."""
+    k, v = (jnp.repeat(x, q.shape[2] // k.shape[2], axis=2) for x in (k, v))
+    scores = jnp.einsum("btnh,bsnh->bnts", q, k, precision="highest") * q.shape[-1] ** -0.5 + bias
+    shown = jnp.broadcast_to(mask, scores.shape)
+    weights = jnp.where(shown, jax.nn.softmax(jnp.where(shown, scores, -1e30)), 0)
+    return jnp.einsum("bnts,bsnh->btnh", weights, v, precision="highest")
+
+
+@pytest.mark.parametrize("shape", BIASES.values(), ids=BIASES)
+def test_a_bias_has_the_gradients_of_the_definition(platform, shape):
+    check_bias(np.random.default_rng(9).standard_normal(shape).astype(np.float32), {}, True)
+
+
+@pytest.mark.parametrize(("options", "mask"), BESIDE_BIAS.values(), ids=BESIDE_BIAS)
+@pytest.mark.parametrize("wrap", [lambda f: f, jax.jit], ids=["eager", "jit"])
+def test_a_bias_joins_the_masks(platform, options, mask, wrap):
+    check_bias(np.random.default_rng(9).standard_normal((1, 6, ROWS, KEYS)).astype(np.float32), options, mask, wrap)
+
+
+def check_bias(bias, options, mask, wrap=lambda f: f):
+    def total(attend):
+        return wrap(jax.value_and_grad(lambda *x: jnp.sum(jnp.sin(attend(*x))), (0, 1, 2, 3)))
+
+    ours = total(lambda q, k, v, bias: dot_product_attention(q, k, v, bias, **options))
+    definition = total(lambda q, k, v, bias: biased_attention(q, k, v, bias, mask))
+    operands = (*tensors(), jnp.asarray(bias))
+    for a, b in zip(jax.tree.leaves(ours(*operands)), jax.tree.leaves(definition(*operands)), strict=True):
+        assert a.dtype == b.dtype
+        np.testing.assert_allclose(a, b, atol=2e-4, rtol=2e-4)
+
+
+def test_a_bias_gives_what_jax_gives(platform):
+    bias, operands = jnp.linspace(-1, 1, 6 * ROWS * KEYS).reshape(1, 6, ROWS, KEYS), tensors()
+    options = {"is_causal": True, "local_window_size": 6, "key_value_seq_lengths": np.int32([20, 29, 9])}
+    expected = jax.nn.dot_product_attention(*operands, bias, **options, return_residual=True)
+    actual = dot_product_attention(*operands, bias, **options, return_residual=True)
+    shown = (CAUSAL & (POSITIONS >= -6) & (np.arange(KEYS) < np.int32([20, 29, 9])[:, None, None])).any(-1)
+    for ours, theirs in zip(actual, expected, strict=True):
+        np.testing.assert_allclose(ours[shown], theirs[shown], atol=3e-5)
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16", "int32"])
+def test_a_bias_of_another_dtype(platform, dtype):
+    bias = jnp.asarray(np.random.default_rng(9).integers(-2, 3, (1, 6, ROWS, KEYS)), dtype)
+    for of in ("float32", "bfloat16"):
+        operands = [x.astype(of) for x in tensors()]
+        actual = dot_product_attention(*operands, bias)
+        expected = dot_product_attention(*operands, bias.astype("float32"))
+        np.testing.assert_allclose(np.float32(actual), np.float32(expected), atol=1e-2 if of == "bfloat16" else 1e-6)
+
+
+def test_the_gradient_of_a_bias_is_computed_only_where_it_is_asked_for():
+    operands, bias = tensors(), jnp.zeros((1, 6, ROWS, KEYS))
+
+    def calls(*argnums):
+        total = jax.grad(lambda *x: dot_product_attention(*x).sum(), argnums)
+        lines = jax.jit(total).lower(*operands, bias).as_text().splitlines()
+        (call,) = [line for line in lines if "varlen_bwd(" in line]
+        return call.split("->")[-1].count("tensor<1x6x17x29xf32>")
+
+    assert (calls(0, 1, 2), calls(3), calls(0, 3)) == (0, 1, 1)
+
+
+def test_a_bias_that_hides_every_key_of_a_row_gives_0(platform):
+    bias = np.zeros((1, 1, ROWS, KEYS), np.float32)
+    bias[:, :, 4] = -np.inf
     operands = tensors()
-    with pytest.raises(
-        NotImplementedError,
-        match='mask .* is not supported: a query attends to keys that are not .*; fallback="xla" lets',
-    ):
-        wrap(lambda *x: dot_product_attention(*x, mask=mask))(*operands)
-    actual = wrap(lambda *x: dot_product_attention(*x, mask=mask, fallback="xla"))(*operands)
-    np.testing.assert_array_equal(actual, wrap(lambda *x: jax.nn.dot_product_attention(*x, mask=mask))(*operands))
+    out, residual = dot_product_attention(*operands, bias, return_residual=True)
+    assert not np.asarray(out)[:, 4].any()
+    assert np.isneginf(np.asarray(residual)[:, 4]).all()
+    gradients = jax.grad(lambda *x: dot_product_attention(*x).sum(), range(4))(*operands, jnp.asarray(bias))
+    assert all(np.isfinite(x).all() for x in gradients)
+    assert not np.asarray(gradients[0])[:, 4].any()
+    assert not np.asarray(gradients[3])[:, :, 4].any()
 
 
-def test_a_traced_mask_follows_the_fallback():
-    operands, mask = tensors(), jnp.asarray(KNOWN["causal"])
-    with pytest.raises(NotImplementedError, match=r"mask \[1, 1, 17, 29\] is not supported: its values are traced"):
-        jax.jit(lambda mask: dot_product_attention(*operands, mask=mask))(mask)
-    actual = jax.jit(lambda mask: dot_product_attention(*operands, mask=mask, fallback="xla"))(mask)
-    np.testing.assert_allclose(actual, dot_product_attention(*operands, is_causal=True), atol=2e-5)
+def test_padding_ids_beside_a_bias(platform):
+    ids = np.array([[1] * 9 + [0] * 8] * 3)
+    keys = np.array([[1] * 20 + [0] * 9] * 3)
+    sinks = jnp.linspace(-1, 2, 6)
+    options = {"segment_ids": (ids, keys), "padding_segment_id": 0, "sinks": sinks, "return_residual": True}
+    expected = dot_product_attention(*tensors(), **options)
+    actual = dot_product_attention(*tensors(), jnp.zeros((1, 1, ROWS, KEYS)), **options)
+    for ours, theirs in zip(actual, expected, strict=True):
+        np.testing.assert_allclose(ours, theirs, atol=3e-5)
 
 
 @pytest.mark.parametrize("mask", [KEY_PADDING, LEFT_PADDING, SCATTERED, SCATTERED[:1], SCATTERED[0, 0, 0]])
@@ -131,9 +241,9 @@ def test_a_traced_mask_of_keys_is_computed(platform, mask):
 
 
 @pytest.mark.parametrize("other", [{"is_causal": True}, {"local_window_size": 3}], ids=str)
-def test_a_traced_mask_of_keys_does_not_join_masks_by_position(other):
-    with pytest.raises(NotImplementedError, match="its values are traced"):
-        jax.jit(lambda mask: dot_product_attention(*tensors(), mask=mask, **other))(jnp.asarray(SCATTERED))
+def test_a_traced_mask_of_keys_joins_masks_by_position(platform, other):
+    in_window = CAUSAL if "is_causal" in other else abs(POSITIONS) <= 3
+    check(jnp.asarray(SCATTERED), other, expected_mask=SCATTERED & in_window)
 
 
 PROMISED = {
@@ -252,11 +362,10 @@ def test_sinks_and_the_soft_cap_have_gradients(platform):
 
 # Calls that only JAX's function computes: a change of the operands, options, and the error without a fallback.
 OF_JAX = {
-    "bias": (lambda *x: x, {"bias": jnp.linspace(-1, 1, ROWS * KEYS).reshape(1, 1, ROWS, KEYS)}, "bias is not supp"),
     "head dimension": (lambda *x: [y[..., :20] for y in x], {}, "query has head dimension 20"),
     "negative window": (lambda *x: x, {"local_window_size": (-1, 4)}, r"local_window_size is \(-1, 4\), expected >= 0"),
-    "bias and lengths": (
-        lambda *x: x,
+    "bias of a wide head": (
+        lambda *x: [jnp.tile(y, 9) for y in x],
         {
             "bias": jnp.ones((6, 1, KEYS)),
             "is_causal": True,
@@ -264,7 +373,7 @@ OF_JAX = {
             "key_value_seq_lengths": np.array([20, 29, 4]),
             "local_window_size": 6,
         },
-        "bias is not supported",
+        "a bias or such a mask with head dimension 288 is not supported; it is up to 256",
     ),
 }
 
@@ -290,7 +399,7 @@ def test_a_traced_scale_follows_the_fallback():
 
 
 @pytest.mark.parametrize("options", [{"sinks": jnp.zeros(6)}, {"softcap": 2.0}], ids=["sinks", "softcap"])
-@pytest.mark.parametrize("way", [{"implementation": "xla"}, {"fallback": "xla", "bias": jnp.zeros((1, 1, 17, 29))}])
+@pytest.mark.parametrize("way", [{"implementation": "xla"}, {"fallback": "xla", "local_window_size": -1}])
 def test_jax_has_neither_sinks_nor_a_soft_cap(options, way):
     with pytest.raises(NotImplementedError, match="(sinks|softcap) is not supported by jax.nn.dot_product_attention"):
         dot_product_attention(*tensors(), **options, **way)

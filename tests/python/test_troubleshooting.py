@@ -87,10 +87,6 @@ CAUSES = {
     "… has shape": lambda: paged(tables=jnp.zeros((3, 1), int)),
     "… has head dimension 60": lambda: varlen(PACKED[..., :60]),
     "… q is bf16": lambda: varlen(PACKED.astype(jnp.bfloat16), PACKED),
-    "dot_product_attention: mask": lambda: dot_product_attention(
-        DENSE, DENSE, DENSE, mask=jnp.eye(16, k=2, dtype=bool) | jnp.eye(16, dtype=bool)
-    ),
-    "dot_product_attention: bias": lambda: dot_product_attention(DENSE, DENSE, DENSE, jnp.ones((16, 16))),
     "dot_product_attention: there is no dropout": lambda: dot_product_attention(DENSE, DENSE, DENSE, dropout_rate=0.1),
     "paged_attention: there is no gradient": lambda: jax.grad(lambda q: paged(q).sum())(PACKED[:3]),
     "flash_attn_varlen: there is no gradient": lambda: jax.grad(

@@ -64,12 +64,13 @@ def dot_product_attention(
     key, value : Array
         ``[B, S, K, H]`` or ``[S, K, H]``, K a divisor of N; the value's H may differ.
     bias : Array, optional
-        Broadcastable to ``[B, N, T, S]``. The kernels have none: it needs ``fallback="xla"``.
+        Broadcastable to ``[B, N, T, S]``, added to the scaled scores. It has a gradient.
     mask : Array, optional
-        ``bool``, broadcastable to ``[B, N, T, S]``: a query attends to a key where it is True. The kernels compute a
-        mask whose values are known when the program is traced, if the keys of each query are adjacent (fastest if it is
-        causal, a window, padding, or several of these); one that is the same for all queries, ``[B, 1, 1, S]``, without
-        other masks; and one with a `mask_form`.
+        ``bool``, broadcastable to ``[B, N, T, S]``: a query attends to a key where it is True. The kernels are fastest
+        with a mask whose values are known when the program is traced, if the keys of each query are adjacent (above all
+        if it is causal, a window, padding, or several of these); with one that is the same for all queries,
+        ``[B, 1, 1, S]``, without other masks; and with a `mask_form`. Any other one becomes a bias, an array of its
+        shape and the query's dtype.
     scale : float, optional
         Multiplies ``q . k``; ``H ** -0.5`` by default. Finite, and a compile-time constant.
     is_causal : bool
@@ -134,8 +135,8 @@ def dot_product_attention(
     TypeError
         An option that is a compile-time constant is traced.
     NotImplementedError
-        Dropout; with ``fallback="error"`` also a bias, another mask, or a dtype or head dimension that there is no
-        kernel for; with ``fallback="xla"`` sinks or a soft cap in a call that JAX's function would have to compute.
+        Dropout; with ``fallback="error"`` also a dtype or head dimension that there is no kernel for (with a bias one
+        past 256); with ``fallback="xla"`` sinks or a soft cap in a call that JAX's function would have to compute.
 
     Examples
     --------

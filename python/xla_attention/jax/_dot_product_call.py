@@ -17,10 +17,12 @@ from .._options import kv_layout_number, length_hint
 from ._call import Array, static_f32
 from ._flash_attn_varlen import attend
 from ._masks import UNLIMITED, Visible, gather_visible, promised, recognise
-from ._segment_ids import key_ranges_of, segment_mask, segments_of
+from ._segment_ids import is_padding_id, key_ranges_of, segment_mask, segments_of
 from ._varlen_types import Operands, Options
 
 NAME = "dot_product_attention"
+# The largest head dimension of calls with a bias, for which GPUs have kernels.
+_MAX_BIAS_HEAD_DIM = 256
 # As it is now, so that a program may put our function in its place (docs/jax_libraries.md#keras).
 _of_jax = jax.nn.dot_product_attention
 
@@ -66,9 +68,9 @@ class TracedScaleError(TypeError):
 
 def by_kernels(arguments: Arguments) -> Array | tuple[Array, Array]:
     """The results of `flash_attn_varlen`; a NotImplementedError for what it does not compute."""
-    if arguments.bias is not None:
-        raise NotImplementedError(f"{NAME}: bias is not supported")
     arguments, visible = _apply_mask(arguments)
+    arguments, is_padding_of_ids = _masks_as_bias(arguments)
+    bias = _bias_operand(arguments)
     query, key, value = arguments[:3]
     query, scale = _positive_scale(query, arguments.scale)
     local = arguments.local_window_size
@@ -80,6 +82,7 @@ def by_kernels(arguments: Arguments) -> Array | tuple[Array, Array]:
     keys = _smallest(arguments.key_value_seq_lengths, visible.keys)
     ranges = _within_ranges(visible.ranges, (arguments.k_start, arguments.k_end))
     sequences, valid, is_padding = _sequences(arguments, (left, right), rows, keys, visible.first_key, ranges)
+    is_padding = is_padding_of_ids if is_padding is None else is_padding
     valid = [x for x in (visible.valid, valid) if x is not None]
     options = Options(
         batch_invariant=np.bool_(False),
@@ -97,7 +100,7 @@ def by_kernels(arguments: Arguments) -> Array | tuple[Array, Array]:
         dense=True,
     )
     try:
-        operands = Operands(query, key, value, **sequences, sinks=arguments.sinks)
+        operands = Operands(query, key, value, **sequences, sinks=arguments.sinks, bias=bias)
         out, lse = attend(options, operands, return_lse=True)
     except (ValueError, NotImplementedError) as error:
         if not str(error).startswith(_TARGET):
@@ -126,29 +129,56 @@ def _apply_mask(arguments: Arguments) -> tuple[Arguments, Visible]:
     mask, sizes = arguments.mask, arguments.sizes
     if mask is None or arguments.is_empty:
         return arguments, Visible()
+    has_bias = arguments.bias is not None
     if isinstance(mask, np.ndarray):
         visible = recognise(mask, sizes)
-        if visible is None:
-            text = "a query attends to keys that are not adjacent"
-            raise NotImplementedError(f"{NAME}: mask {list(mask.shape)} is not supported: {text}")
+        if visible is None or (has_bias and visible.ranges != (None, None)):
+            return _hidden_by_bias(arguments, mask), Visible()
         return arguments, visible
     if mask.shape[1] != 1:
-        raise NotImplementedError(f"{NAME}: mask {list(mask.shape)} is not supported: it is traced, with heads")
-    if arguments.mask_form is not None:
+        return _hidden_by_bias(arguments, mask), Visible()
+    if arguments.mask_form is not None and not (has_bias and arguments.mask_form == "ranges"):
         return arguments, promised(mask, arguments.mask_form, sizes)
     has_other_masks = arguments.is_causal or arguments.local_window_size or arguments.segment_ids is not None
     has_other_masks = has_other_masks or (arguments.k_start, arguments.k_end) != (None, None)
-    if mask.shape[2] == 1 and not has_other_masks:
+    if mask.shape[2] == 1 and not has_other_masks and not has_bias:
         shown = mask[:, 0, 0]
         if arguments.key_value_seq_lengths is not None:
             shown = shown & (jnp.arange(sizes[3]) < arguments.key_value_seq_lengths[:, None])
         key, value, count = gather_visible(shown, arguments.key, arguments.value)
         return arguments._replace(key=key, value=value, key_value_seq_lengths=None), Visible(keys=count)
-    raise NotImplementedError(
-        f"{NAME}: mask {list(mask.shape)} is not supported: its values are traced, so it is not known whether it is "
-        "causal, padding or ranges; pass is_causal, lengths, segment_ids or k_start and k_end instead of it, or "
-        "promise its mask_form"
-    )
+    return _hidden_by_bias(arguments, mask), Visible()
+
+
+def _hidden_by_bias(arguments: Arguments, mask: Array | np.ndarray) -> Arguments:
+    """The arguments with a bias of -inf where the mask ``[B, N, T, S]``, any of which may be 1, hides a key."""
+    bias = jnp.zeros((), arguments.query.dtype) if arguments.bias is None else arguments.bias
+    return arguments._replace(bias=jnp.where(mask, bias, -jnp.inf))
+
+
+def _masks_as_bias(arguments: Arguments) -> tuple[Arguments, Array | None]:
+    """Segment ids and ranges of keys become part of the bias, where there is one. Also which queries are padding."""
+    masks = [] if arguments.bias is None or arguments.is_empty else _own_masks(arguments)
+    if not masks:
+        return arguments, None
+    arguments = _hidden_by_bias(arguments, functools.reduce(jnp.logical_and, masks))
+    is_padding = None
+    if arguments.segment_ids is not None and arguments.padding_segment_id is not None:
+        is_padding = is_padding_id(arguments.segment_ids[0], arguments.padding_segment_id)
+    return arguments._replace(segment_ids=None, k_start=None, k_end=None), is_padding
+
+
+def _bias_operand(arguments: Arguments) -> Array | None:
+    """The bias ``[B or 1, N or 1, T, S]``, of the query's dtype or f32."""
+    bias = arguments.bias
+    if bias is None:
+        return None
+    if (largest := max(x.shape[-1] for x in (arguments.query, arguments.value))) > _MAX_BIAS_HEAD_DIM:
+        text = f"a bias or such a mask with head dimension {largest} is not supported"
+        raise NotImplementedError(f"{NAME}: {text}; it is up to {_MAX_BIAS_HEAD_DIM}")
+    dtype = arguments.query.dtype
+    bias = bias.astype(dtype if bias.dtype == dtype else jnp.float32)
+    return jnp.broadcast_to(bias, (*bias.shape[:2], *arguments.sizes[2:]))
 
 
 def _sequences(
@@ -204,14 +234,7 @@ def by_jax(arguments: Arguments, implementation: str) -> Array | tuple[Array, Ar
     options = {"return_residual": True} if arguments.return_residual else {}
     if options and "return_residual" not in inspect.signature(_of_jax).parameters:
         raise NotImplementedError(f"{NAME}: return_residual with jax.nn.dot_product_attention needs jax >= 0.8.1")
-    own = []
-    if arguments.segment_ids is not None:
-        own.append(segment_mask(arguments.segment_ids, arguments.padding_segment_id))
-    key = jnp.arange(arguments.sizes[3], dtype=jnp.int32)
-    if arguments.k_start is not None:
-        own.append((arguments.k_start[:, :, None] <= key)[:, None])
-    if arguments.k_end is not None:
-        own.append((key < arguments.k_end[:, :, None])[:, None])
+    own = _own_masks(arguments)
     in_segment = functools.reduce(jnp.logical_and, own) if own else None
     mask = arguments.mask
     if in_segment is not None:
@@ -234,6 +257,19 @@ def by_jax(arguments: Arguments, implementation: str) -> Array | tuple[Array, Ar
     out, *residual = results if options else (results,)
     out = jnp.where(has_keys[..., None], out, 0)
     return (out, jnp.where(has_keys, residual[0], -jnp.inf)) if residual else out
+
+
+def _own_masks(arguments: Arguments) -> list[Array]:
+    """Segment ids and ranges of keys as masks ``bool[B, 1, T, S]``."""
+    masks = []
+    if arguments.segment_ids is not None:
+        masks.append(segment_mask(arguments.segment_ids, arguments.padding_segment_id))
+    key = jnp.arange(arguments.sizes[3], dtype=jnp.int32)
+    if arguments.k_start is not None:
+        masks.append((arguments.k_start[:, :, None] <= key)[:, None])
+    if arguments.k_end is not None:
+        masks.append((key < arguments.k_end[:, :, None])[:, None])
+    return masks
 
 
 def _within_ranges(*ranges: tuple[Array | None, Array | None]) -> tuple[Array | None, Array | None]:

@@ -128,6 +128,11 @@ def segment_mask(ids: tuple[Any, Any], padding: int | None) -> Array:
     return mask[:, None]
 
 
+def is_padding_id(ids: Any, padding: int) -> Array:  # noqa: ANN401
+    """Which of the ids ``[B, T]`` are that of padding."""
+    return ~_differs(jnp.asarray(ids), padding)
+
+
 def padding_id(name: str, padding: Any) -> int | None:  # noqa: ANN401
     """The id of padding as a Python integer."""
     return None if padding is None else int(static_i64(name, padding))
