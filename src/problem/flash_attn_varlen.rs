@@ -45,7 +45,7 @@ pub(crate) fn problem<'a>(args: &CallArguments<'a>) -> Result<Attention<'a>> {
     let attributes = score_attributes(args)?;
     let key_ranges = attention::key_ranges(args, ("Tq", rows))?;
     let score = attention::score(args, &attributes, attention::score_scales(args, stored.kv_heads)?, q_heads, slots)?;
-    let bias = attention::bias(args, (q.dtype, k.dtype), &stored.storage, &key_ranges, (q_heads, slots.1))?;
+    let bias = attention::bias(args, (q.dtype, k.dtype), paged, !key_ranges.is_none(), (q_heads, slots.1))?;
     Ok(Attention {
         q,
         kv_dtype: k.dtype,

@@ -113,7 +113,7 @@ pub(crate) fn problem<'a>(args: &CallArguments<'a>) -> Result<FlashAttnVarlenBwd
     let attributes = score_attributes(args)?;
     let storage = KeyStorage::Contiguous { total: keys as usize };
     let key_ranges = key_ranges(args, ("Tq", rows))?;
-    let bias = bias(args, (q.dtype, k.dtype), &storage, &key_ranges, (q_heads, slots.1))?;
+    let bias = bias(args, (q.dtype, k.dtype), false, !key_ranges.is_none(), (q_heads, slots.1))?;
     Ok(FlashAttnVarlenBwd {
         forward: Attention {
             q,

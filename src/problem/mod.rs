@@ -15,6 +15,7 @@ for_each_operator!(modules);
 pub mod attention;
 pub mod workspace;
 
+mod bias;
 mod call_arguments;
 mod kv_layout;
 mod operators;
