@@ -83,3 +83,19 @@ def unsupported_gradient(*, in_pages: bool, is_scaled: bool) -> str | None:
     if is_scaled:
         return "of a call with q_scale, k_scale or v_scale; multiply q, k or v, or softmax_scale"
     return None
+
+
+# Bits per word of `tree_mask`.
+TREE_WORD_BITS = 32
+
+
+def wrong_tree_dtype(dtype: object) -> TypeError:
+    """The error for a `tree_mask` that is neither i32 nor u32."""
+    return TypeError(f"tree_mask has dtype {dtype}, expected int32 or uint32; pack_tree_mask packs booleans")
+
+
+def tree_words(shape: Sequence[int], dtype: object, *, is_bool: bool) -> int:
+    """The words per row of what `pack_tree_mask` packs; a ValueError for other than ``bool[..., q_max, q_max]``."""
+    if not is_bool or len(shape) < 2 or shape[-1] != shape[-2]:
+        raise ValueError(f"pack_tree_mask: mask is {dtype}{list(shape)}, expected booleans [..., q_max, q_max]")
+    return -(-shape[-1] // TREE_WORD_BITS)

@@ -176,8 +176,8 @@ def _bias_operand(arguments: Arguments) -> Array | None:
     if (largest := max(x.shape[-1] for x in (arguments.query, arguments.value))) > _MAX_BIAS_HEAD_DIM:
         text = f"a bias or such a mask with head dimension {largest} is not supported"
         raise NotImplementedError(f"{NAME}: {text}; it is up to {_MAX_BIAS_HEAD_DIM}")
-    dtype = arguments.query.dtype
-    bias = bias.astype(dtype if bias.dtype == dtype else jnp.float32)
+    if bias.dtype != arguments.query.dtype:
+        bias = bias.astype(jnp.float32)
     return jnp.broadcast_to(bias, (*bias.shape[:2], *arguments.sizes[2:]))
 
 

@@ -6,10 +6,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from .._options import TREE_WORD_BITS, tree_words, wrong_tree_dtype
 from ._call import Array
 from ._indices import index_operand
-
-_WORD_BITS = 32
 
 
 def tree_operand(tree_mask: Any) -> Array | None:  # noqa: ANN401
@@ -18,8 +17,7 @@ def tree_operand(tree_mask: Any) -> Array | None:  # noqa: ANN401
         return None
     dtype = getattr(tree_mask, "dtype", None)
     if dtype not in (np.int32, np.uint32):
-        text = "expected int32 or uint32; pack_tree_mask packs booleans"
-        raise TypeError(f"tree_mask has dtype {dtype}, {text}")
+        raise wrong_tree_dtype(dtype)
     return jnp.asarray(tree_mask)
 
 
@@ -48,13 +46,10 @@ def pack_tree_mask(mask: Array) -> Array:
     [[1, 3, 5]]
     """
     mask = jnp.asarray(mask)
-    if mask.dtype != jnp.bool_ or mask.ndim < 2 or mask.shape[-1] != mask.shape[-2]:
-        text = "expected booleans [..., q_max, q_max]"
-        raise ValueError(f"pack_tree_mask: mask is {mask.dtype}{list(mask.shape)}, {text}")
-    words = -(-mask.shape[-1] // _WORD_BITS)
-    padding = [(0, 0)] * (mask.ndim - 1) + [(0, words * _WORD_BITS - mask.shape[-1])]
-    bits = jnp.pad(mask, padding).reshape(*mask.shape[:-1], words, _WORD_BITS)
-    packed = (bits.astype(jnp.uint32) << jnp.arange(_WORD_BITS, dtype=jnp.uint32)).sum(-1, dtype=jnp.uint32)
+    words = tree_words(mask.shape, mask.dtype, is_bool=mask.dtype == jnp.bool_)
+    padding = [(0, 0)] * (mask.ndim - 1) + [(0, words * TREE_WORD_BITS - mask.shape[-1])]
+    bits = jnp.pad(mask, padding).reshape(*mask.shape[:-1], words, TREE_WORD_BITS)
+    packed = (bits.astype(jnp.uint32) << jnp.arange(TREE_WORD_BITS, dtype=jnp.uint32)).sum(-1, dtype=jnp.uint32)
     return jax.lax.bitcast_convert_type(packed, jnp.int32)
 
 
@@ -192,19 +187,16 @@ class _Layout:
         """The first element of each sequence's mask."""
         return jnp.concatenate([jnp.zeros(1, jnp.int32), jnp.cumsum(self.queries * self.widths)])
 
-    def _of_sequences(self, values: Array) -> Array:
-        return values[:, None, None]
-
     def offsets(self) -> Array:
         """The elements of the newest keys in the mask of their sequence."""
         row = jnp.arange(self.q_max, dtype=jnp.int32)
-        first = self._of_sequences(self.lens - self.queries)
-        return jnp.maximum(row[:, None] * self._of_sequences(self.widths) + first + row, 0)
+        first = (self.lens - self.queries)[:, None, None]
+        return jnp.maximum(row[:, None] * self.widths[:, None, None] + first + row, 0)
 
     def shown(self, bits: Array) -> Array:
         """`bits`, False for rows and keys past those of a sequence."""
         row = jnp.arange(self.q_max, dtype=jnp.int32)
-        queries = self._of_sequences(self.queries)
+        queries = self.queries[:, None, None]
         return bits & (row[:, None] < queries) & (row < queries)
 
     def reject_hidden_older_keys(self, bits: Any) -> None:  # noqa: ANN401
@@ -216,12 +208,11 @@ class _Layout:
                 at = np.arange(queries)[:, None] * width + np.arange(keys - queries)
                 hidden = np.argwhere(np.asarray(bits(b, at)) == 0)
                 if hidden.size:
+                    row, key = hidden[0]
                     text = (
                         "which tree_mask cannot express: all keys before those of the sequence's own rows are visible"
                     )
-                    raise ValueError(
-                        f"{self.name}: sequence {b} hides key {hidden[0][1]} from row {hidden[0][0]}, {text}"
-                    )
+                    raise ValueError(f"{self.name}: sequence {b} hides key {key} from row {row}, {text}")
 
 
 def _take(values: Array, at: Array) -> Array:

@@ -2,7 +2,7 @@
 
 import torch
 
-_WORD_BITS = 32
+from .._options import TREE_WORD_BITS, tree_words, wrong_tree_dtype
 
 
 def tree_operand(tree_mask: torch.Tensor | None) -> torch.Tensor | None:
@@ -10,8 +10,7 @@ def tree_operand(tree_mask: torch.Tensor | None) -> torch.Tensor | None:
     if tree_mask is None or tree_mask.dtype == torch.int32:
         return tree_mask
     if tree_mask.dtype != torch.uint32:
-        text = "expected int32 or uint32; pack_tree_mask packs booleans"
-        raise TypeError(f"tree_mask has dtype {tree_mask.dtype}, {text}")
+        raise wrong_tree_dtype(tree_mask.dtype)
     return tree_mask.view(torch.int32)
 
 
@@ -38,13 +37,12 @@ def pack_tree_mask(mask: torch.Tensor) -> torch.Tensor:
     >>> pack_tree_mask(torch.tensor([[[1, 0, 0], [1, 1, 0], [1, 0, 1]]]).bool())[..., 0].tolist()
     [[1, 3, 5]]
     """
-    if mask.dtype != torch.bool or mask.dim() < 2 or mask.shape[-1] != mask.shape[-2]:
-        text = "expected booleans [..., q_max, q_max]"
-        raise ValueError(f"pack_tree_mask: mask is {mask.dtype}{list(mask.shape)}, {text}")
-    words = -(-mask.shape[-1] // _WORD_BITS)
-    bits = torch.nn.functional.pad(mask, (0, words * _WORD_BITS - mask.shape[-1])).unflatten(-1, (words, _WORD_BITS))
+    words = tree_words(mask.shape, mask.dtype, is_bool=mask.dtype == torch.bool)
+    bits = torch.nn.functional.pad(mask, (0, words * TREE_WORD_BITS - mask.shape[-1])).unflatten(
+        -1, (words, TREE_WORD_BITS)
+    )
     # Signed arithmetic wraps: bit 31 makes the word negative.
     weights = torch.ones((), dtype=torch.int32, device=mask.device) << torch.arange(
-        _WORD_BITS, dtype=torch.int32, device=mask.device
+        TREE_WORD_BITS, dtype=torch.int32, device=mask.device
     )
     return (bits * weights).sum(-1, dtype=torch.int32)
