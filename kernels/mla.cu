@@ -30,7 +30,7 @@ using Stored = Types::Stored;
 using LogitsTransform = xa::mla::XA_PASTE(logits_, XA_LOGITS);
 using Config = xa::tiles::Mla<xa::tiles::XA_PASTE(shape_, XA_SHAPE), xa::tiles::XA_PASTE(operands_, XA_OPERANDS)>;
 using Shape = xa::mla::Shape<Config, T, Stored>;
-using Unit = xa::WorkUnit<Shape::kRows, Shape::kKeys>;
+using Unit = xa::WorkUnit<Shape::kRows, Shape::kKeys, xa::TileEnd::kRow, xa::TileOrder::kFolded>;
 }  // namespace
 
 extern "C" __global__ void __launch_bounds__(Shape::kThreads, 1)

@@ -55,6 +55,8 @@ class WorkPartitioner {
   /// More chunks than this are not counted. With 32 bits, the sum over the threads of a round still cannot overflow.
   static constexpr Index kLimit = sizeof(Index) == 4 ? Index{1} << 22 : Index{1} << 62;
   static_assert(sizeof(Index) == 8 || kPerRound < 512);
+  // `partial_rows_until` takes all tiles of a sequence for equal.
+  static_assert(!kFixedSplits || !Unit::kIsFolded);
   using Sequence = SequenceWork<Unit>;
 
   /// The passes over the sequences share one loop: fetching instructions takes longer than executing them, so each step
@@ -254,7 +256,11 @@ class WorkPartitioner {
       at = next;
     }
     if (first >= 0) begin_at(sequence(first), first_at, begin, end, rows_before);
-    if (last >= 0) range_.end = end_at(sequence(last).chunks, last_at, end);
+    if constexpr (Unit::kIsFolded) {
+      if (last >= 0) range_.end = end_at(sequence(last), last_at, end);
+    } else {
+      if (last >= 0) range_.end = end_at(sequence(last).chunks, last_at, end);
+    }
   }
 
   /// Where the boundary at `chunk` moves, in a sequence of tiles of `chunks` that begins at chunk `at`.
@@ -262,13 +268,28 @@ class WorkPartitioner {
     const Index tile_begin = at + divide(chunk - at, Index{chunks}) * chunks;
     return tile_begin + kv_split_.move_boundary(static_cast<int32_t>(chunk - tile_begin), chunks);
   }
+  /// Likewise in a sequence whose tiles are folded.
+  __device__ __forceinline__ int64_t end_at(const Sequence& sequence, Index at, Index chunk) const {
+    const TilePlace<Index> place = sequence.find(params_, chunk - at);
+    const Index tile_begin = at + place.first;
+    return tile_begin + kv_split_.move_boundary(static_cast<int32_t>(chunk - tile_begin), place.chunks);
+  }
 
   /// Starts the range whose boundaries are at `chunk` and `end`, in this sequence, which begins at chunk `at`.
   __device__ __forceinline__ void begin_at(const Sequence& sequence, Index at, Index chunk, Index end,
                                            int64_t rows_before) {
-    const int32_t chunks = sequence.chunks;
-    const int32_t index = static_cast<int32_t>(divide(chunk - at, Index{chunks}));
-    const Index tile_begin = at + Index{index} * chunks;
+    int32_t chunks, index;
+    Index tile_begin;
+    if constexpr (Unit::kIsFolded) {
+      const TilePlace<Index> place = sequence.find(params_, chunk - at);
+      chunks = place.chunks;
+      index = place.index;
+      tile_begin = at + place.first;
+    } else {
+      chunks = sequence.chunks;
+      index = static_cast<int32_t>(divide(chunk - at, Index{chunks}));
+      tile_begin = at + Index{index} * chunks;
+    }
     const int32_t split_begin = kv_split_.move_boundary(static_cast<int32_t>(chunk - tile_begin), chunks);
     enter(params_, work_, range_, sequence, index);
     if (raises_starts_) work_.maxima = sequence.end;

@@ -47,7 +47,7 @@ struct WorkRange {
   int32_t fixed_split_chunks;  // batch_invariant: of each fixed-size split of the tile, a power of two; else 0
   int32_t fixed_split_begin;   // batch_invariant: the range's first chunk that has not been computed (fixed_splits.cuh)
   int32_t partial_row;         // in the workspace, for row 0 of the result; -1: the result goes to out and lse
-  int32_t first_tile_chunks;   // of each tile of the first sequence
+  int32_t first_tile_chunks;   // of tile 0 of the first sequence
   LiveRows live;
   int64_t warp_totals[2][12];  // scratch of the prefix sums
 };
@@ -76,8 +76,8 @@ template <typename Unit>
 __device__ __forceinline__ void enter(const AttentionParams& params, WorkTile& work, WorkRange& range,
                                       const SequenceWork<Unit>& sequence, int32_t index) {
   work.tile = sequence.tile_at(params, index);
-  range.tile_chunks = sequence.chunks;
-  range.first_chunk = sequence.first_chunk;
+  range.tile_chunks = sequence.chunks_of(params, index);
+  range.first_chunk = sequence.first_chunk_of(params, index);
   range.tiles_left = sequence.num_tiles - 1 - index;
 }
 
@@ -140,9 +140,13 @@ class WorkRangeIterator {
         range_.rows_before += kv_split.num_partials(range_.tile_begin, range_.tile_chunks) * work_.tile.num_rows;
       }
       range_.tile_begin += range_.tile_chunks;
-      range_.tiles_left = left - 1;
-      work_.tile.first_row -= Unit::rows(params_);
-      work_.tile.num_rows = left > 0 ? Unit::rows(params_) : 0;
+      if constexpr (Unit::kIsFolded) {
+        enter_next_tile(left);
+      } else {
+        range_.tiles_left = left - 1;
+        work_.tile.first_row -= Unit::rows(params_);
+        work_.tile.num_rows = left > 0 ? Unit::rows(params_) : 0;
+      }
     }
     __syncwarp();
     if (left > 0) return;
@@ -163,6 +167,18 @@ class WorkRangeIterator {
       break;
     }
     __syncwarp();
+  }
+
+  /// Enters the next one of the sequence's last `left` tiles; without any, there is no tile.
+  __device__ __forceinline__ void enter_next_tile(int32_t left) const {
+    if (left == 0) {
+      work_.tile.num_rows = 0;
+      return;
+    }
+    SequenceWork<Unit> sequence;
+    sequence.tile = work_.tile;
+    sequence.measure(params_, true);
+    enter(params_, work_, range_, sequence, sequence.num_tiles - left);
   }
 
   /// The partial row of row 0 of a split that is not a whole tile and starts, with batch_invariant, with fixed-size
