@@ -1,12 +1,13 @@
 // The compute warpgroups of multi-head latent attention on Hopper, one with the left and one with the right half of the
-// value columns. Blocks come in pairs:
+// value columns. The left one computes the scores and passes P on:
 //
-//   left   S of the even block │ P ─┐ O += P_even V │      wait  ┌─► O += P_odd V
-//   right  S of the odd block  │    └─► O += P_even V │ P of the odd block ─┘ O += P_odd V
+//   left   S of block i │ P ─┐ O += P V │ S of block i + 1 ...
+//   right                    └─► O += P V │ waits for P of block i + 1
 //
-// So the tensor cores compute scores of one block while the other warpgroup is in its softmax (the schedule of
-// FlashMLA). Both warpgroups multiply the output by the same factors in the same order. A thread passes P to the thread
-// of the other warpgroup that has the same rows, through a slot that no other thread accesses.
+// A block is in use from its scores to its products with P only. With the scores of two blocks first, so that one
+// warpgroup's softmax runs beside the other one's products, both buffers would be in use for the time of two blocks,
+// and then be loaded at the same time. A thread passes P to the thread of the right warpgroup that has the same rows,
+// through a slot that no other thread accesses.
 #pragma once
 
 #include <cmath>
@@ -44,13 +45,13 @@ class HalfTile {
   __device__ __forceinline__ HalfTile(const AttentionParams& params, const Buffers<Shape>& buffers, int half)
       : params_(params),
         buffers_(buffers),
-        work_(buffers.work_tile()),
+        work_(buffers.cta_tile()),
         transform_(params),
         unit_(hopper::ptx::opaque(transform_.log2_unit())),
         query_(hopper::matrix_descriptor<Atom>(buffers.query(), 0, Atom::kBytes)),
-        keys_(hopper::matrix_descriptor<Atom>(buffers.block(0), 0, Atom::kBytes)),
+        keys_(hopper::matrix_descriptor<Atom>(buffers.buffer(0), 0, Atom::kBytes)),
         values_(hopper::matrix_descriptor<Atom>(
-            buffers.block(0) + half * (Shape::kColumns / Atom::kColumns) * Shape::kAtomColumnBytes,
+            buffers.buffer(0) + half * (Shape::kColumns / Atom::kColumns) * Shape::kAtomColumnBytes,
             Shape::kAtomColumnBytes, Atom::kBytes)) {
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
@@ -64,69 +65,37 @@ class HalfTile {
     }
   }
 
-  /// The left half: scores of even blocks.
-  __device__ __forceinline__ void attend_left(int32_t first, int32_t end, BufferCounts& counts) {
+  /// The left warpgroup: scores and P of blocks `first` to before `end`, and its half of the output. `number` counts
+  /// the CTA's blocks.
+  __device__ __forceinline__ void attend_left(int32_t first, int32_t end, int32_t& number) {
 #pragma unroll 1
-    for (int32_t block = first; block < end; block += 2) {
-      Weights even;
+    for (int32_t block = first; block < end; ++block) {
+      const int32_t n = number++;
+      Weights weights;
       Scores scores;
-      issue_scores(scores, 0, counts.even);
+      issue_scores(scores, n);
       hopper::ptx::wgmma_wait_group<0>();
-      compute_weights(even, scores, block, max_);
-      pass(even, buffers_.p_full(0, counts.even));
-      raise(even);
-      issue_values(even, 0);
-      if (block + 1 < end) {
-        Weights odd;
-        buffers_.p_full(1, counts.odd).wait();
-        receive(odd);
-        hopper::ptx::wgmma_wait_group<0>();
-        release<0>(0, counts.even);
-        raise(odd);
-        buffers_.full(1, 0, counts.odd).wait();
-        issue_values(odd, 1);
-        hopper::ptx::wgmma_wait_group<0>();
-        release<0>(1, counts.odd++);
-      } else {
-        hopper::ptx::wgmma_wait_group<0>();
-        release<0>(0, counts.even);
-      }
-      ++counts.even;
+      compute_weights(weights, scores, block, max_);
+      pass(weights, n);
+      raise(weights);
+      issue_values(weights, n);
+      hopper::ptx::wgmma_wait_group<0>();
+      buffers_.release(n, 0);
     }
   }
 
-  /// The right half: scores of odd blocks.
-  __device__ __forceinline__ void attend_right(int32_t first, int32_t end, BufferCounts& counts) {
-    int32_t block = first;
+  /// The right warpgroup: its half of the output.
+  __device__ __forceinline__ void attend_right(int32_t first, int32_t end, int32_t& number) {
 #pragma unroll 1
-    for (; block + 1 < end; block += 2) {
-      Weights even, odd;
-      Scores scores;
-      issue_scores(scores, 1, counts.odd);
-      buffers_.p_full(0, counts.even).wait();
-      receive(even);
+    for (int32_t block = first; block < end; ++block) {
+      const int32_t n = number++;
+      Weights weights;
+      receive(weights, n);
+      raise(weights);
+      buffers_.wait_for_half(n, 1);
+      issue_values(weights, n);
       hopper::ptx::wgmma_wait_group<0>();
-      raise(even);
-      buffers_.full(0, 1, counts.even).wait();
-      issue_values(even, 0);
-      compute_weights(odd, scores, block + 1, max_);
-      pass(odd, buffers_.p_full(1, counts.odd));
-      hopper::ptx::wgmma_wait_group<0>();
-      release<1>(0, counts.even++);
-      raise(odd);
-      issue_values(odd, 1);
-      hopper::ptx::wgmma_wait_group<0>();
-      release<1>(1, counts.odd++);
-    }
-    if (block < end) {
-      Weights even;
-      buffers_.p_full(0, counts.even).wait();
-      receive(even);
-      raise(even);
-      buffers_.full(0, 1, counts.even).wait();
-      issue_values(even, 0);
-      hopper::ptx::wgmma_wait_group<0>();
-      release<1>(0, counts.even++);
+      buffers_.release(n, 1);
     }
   }
 
@@ -135,13 +104,15 @@ class HalfTile {
     // Both must have read the blocks, and P.
     sync_compute_threads();
     store_output(half);
-    store_states(half);
+    if (half == 0) store_states();
     sync_compute_threads();
     const float* const states = buffers_.row_states();
+    const int32_t partial_row = range.partial_row < 0 ? -1 : range.partial_row + buffers_.cta_rank() * Shape::kRows;
     mla::store_rows<Shape::kComputeThreads, Shape::kOutputPitch, T>(
-        params_, work_, range, buffers_.output(), unit_, threadIdx.x, [&](int32_t row) {
-          return make_float2(states[2 * Shape::kRows + row], states[row] + states[Shape::kRows + row]);
-        });
+        params_, work_, partial_row, buffers_.output(), unit_, threadIdx.x,
+        [&](int32_t row) { return make_float2(states[Shape::kRows + row], states[row]); });
+    // TMA writes the next tile's blocks in the same place.
+    hopper::ptx::fence_proxy_async_shared();
   }
 
   static __device__ __forceinline__ void sync_compute_threads() {
@@ -151,27 +122,25 @@ class HalfTile {
  private:
   static __device__ __forceinline__ int32_t warp_row() { return static_cast<int32_t>(threadIdx.x / 32 % 4) * 16; }
 
-  /// S = Q K^T of a buffer, as one wgmma group that starts when the first half of the block is loaded.
-  __device__ __forceinline__ void issue_scores(Scores& scores, int buffer, int32_t count) const {
-    constexpr int kHalf = Shape::kAtomColumnsPerHalf;
-    const uint64_t block = keys_ + buffer * (Shape::kBlockBytes >> 4);
-    buffers_.full(buffer, 0, count).wait();
-    hopper::ptx::wgmma_fence();
-    multiply_columns<0, kHalf>(scores, block);
-    multiply_columns<2 * kHalf, Shape::kAtomColumns>(scores, block);
-    buffers_.full(buffer, 1, count).wait();
-    hopper::ptx::wgmma_fence();
-    multiply_columns<kHalf, 2 * kHalf>(scores, block);
+  /// S = Q K^T of a buffer, as one wgmma group that starts when the first part of the block is loaded.
+  __device__ __forceinline__ void issue_scores(Scores& scores, int32_t number) const {
+    const uint64_t block = keys_ + number % 2 * (Shape::kBlockBytes >> 4);
+    multiply_part<0>(scores, number, block);
+    multiply_part<1>(scores, number, block);
+    multiply_part<2>(scores, number, block);
+    multiply_part<3>(scores, number, block);
     hopper::ptx::wgmma_commit_group();
   }
-  /// Adds the products of atom columns from kFirst to before kEnd to S, which the first one resets.
-  template <int kFirst, int kEnd>
-  __device__ __forceinline__ void multiply_columns(Scores& scores, uint64_t block) const {
+  /// Adds the products of a part to S, which the first one resets.
+  template <int kPart>
+  __device__ __forceinline__ void multiply_part(Scores& scores, int32_t number, uint64_t block) const {
     constexpr int kSteps = Atom::kColumns / 16;  // per atom column
+    buffers_.full(number, kPart).wait();
+    hopper::ptx::wgmma_fence();
 #pragma unroll
-    for (int step = kFirst * kSteps; step < kEnd * kSteps; ++step) {
-      const uint64_t offset = step / kSteps * (Shape::kAtomColumnBytes >> 4) + step % kSteps * 2;
-      if (step == 0) {
+    for (int i = Shape::part_begin(kPart) * kSteps; i < Shape::part_begin(kPart + 1) * kSteps; ++i) {
+      const uint64_t offset = Shape::atom_column(i / kSteps) * (Shape::kAtomColumnBytes >> 4) + i % kSteps * 2;
+      if (i == 0) {
         hopper::Wgmma<T, Shape::kKeys>::template ss<false>(scores, query_ + offset, block + offset);
       } else {
         hopper::Wgmma<T, Shape::kKeys>::template ss<true>(scores, query_ + offset, block + offset);
@@ -179,8 +148,8 @@ class HalfTile {
     }
   }
   /// O += P V of a buffer, as one wgmma group.
-  __device__ __forceinline__ void issue_values(const Weights& weights, int buffer) {
-    const uint64_t block = values_ + buffer * (Shape::kBlockBytes >> 4);
+  __device__ __forceinline__ void issue_values(const Weights& weights, int32_t number) {
+    const uint64_t block = values_ + number % 2 * (Shape::kBlockBytes >> 4);
     hopper::ptx::wgmma_fence();
 #pragma unroll
     for (int step = 0; step < Shape::kKeys / 16; ++step) {
@@ -248,8 +217,9 @@ class HalfTile {
     }
   }
 
-  /// Passes P to the other warpgroup.
-  __device__ __forceinline__ void pass(const Weights& weights, const Barrier& full) const {
+  /// Passes P to the right warpgroup, once it has received the P before.
+  __device__ __forceinline__ void pass(const Weights& weights, int32_t number) const {
+    buffers_.p_empty(number).producer_wait();
     const int32_t thread = threadIdx.x % 128;
 #pragma unroll
     for (int step = 0; step < 4; ++step) {
@@ -258,9 +228,10 @@ class HalfTile {
     }
     buffers_.maxima()[thread] = make_float2(weights.max[0], weights.max[1]);
     __syncwarp();
-    if (threadIdx.x % 32 == 0) full.arrive();
+    if (threadIdx.x % 32 == 0) buffers_.p_full(number).arrive();
   }
-  __device__ __forceinline__ void receive(Weights& weights) const {
+  __device__ __forceinline__ void receive(Weights& weights, int32_t number) const {
+    buffers_.p_full(number).wait();
     const int32_t thread = threadIdx.x % 128;
 #pragma unroll
     for (int step = 0; step < 4; ++step) {
@@ -273,10 +244,8 @@ class HalfTile {
     const float2 max = buffers_.maxima()[thread];
     weights.max[0] = max.x;
     weights.max[1] = max.y;
-  }
-  template <int kHalf>
-  __device__ __forceinline__ void release(int buffer, int32_t count) const {
-    if (threadIdx.x % 32 == 0) buffers_.empty(buffer, kHalf, count).arrive();
+    __syncwarp();
+    if (threadIdx.x % 32 == 0) buffers_.p_empty(number).arrive();
   }
 
   __device__ __forceinline__ void store_output(int half) const {
@@ -291,8 +260,8 @@ class HalfTile {
       }
     }
   }
-  /// Each warpgroup has the sums of its own blocks, relative to the same maxima.
-  __device__ __forceinline__ void store_states(int half) const {
+  /// The left warpgroup has the sums, and the maxima that they and the outputs are relative to.
+  __device__ __forceinline__ void store_states() const {
     float* const states = buffers_.row_states();
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
@@ -301,8 +270,8 @@ class HalfTile {
       sum += __shfl_xor_sync(~0u, sum, 2);
       const int32_t row = warp_row() + 8 * i + static_cast<int32_t>(threadIdx.x % 32 / 4);
       if (threadIdx.x % 4 != 0) continue;
-      states[half * Shape::kRows + row] = sum;
-      if (half == 0) states[2 * Shape::kRows + row] = max_[i];
+      states[row] = sum;
+      states[Shape::kRows + row] = max_[i];
     }
   }
 
@@ -314,14 +283,14 @@ class HalfTile {
   const uint64_t query_, keys_, values_;  // descriptors of Q, and of the first buffer
   float output_[Shape::kColumns / 8][4];
   float max_[2];
-  float sum_[2];  // of this lane's columns of the warpgroup's own blocks
+  float sum_[2];  // left: of this lane's columns
   float added_[2] = {0.0f, 0.0f};
 };
 
 /// Computes a work tile.
 template <typename Shape, typename T, typename LogitsTransform>
 __device__ __forceinline__ void compute_tile(const AttentionParams& params, const Buffers<Shape>& buffers,
-                                             BufferCounts& counts, int half) {
+                                             int32_t& number, int half) {
   const WorkTile& work = buffers.work_tile();
   const int32_t first = hopper::uniform(work.keys.begin / Shape::kKeys);
   const int32_t end = hopper::uniform((work.keys.end + Shape::kKeys - 1) / Shape::kKeys);
@@ -329,9 +298,9 @@ __device__ __forceinline__ void compute_tile(const AttentionParams& params, cons
   HalfTile<Shape, T, LogitsTransform>::sync_compute_threads();
   HalfTile<Shape, T, LogitsTransform> tile(params, buffers, half);
   if (half == 0) {
-    tile.attend_left(first, end, counts);
+    tile.attend_left(first, end, number);
   } else {
-    tile.attend_right(first, end, counts);
+    tile.attend_right(first, end, number);
   }
   tile.store_result(buffers.work_range(), half);
 }

@@ -1,6 +1,11 @@
-// The load warps of multi-head latent attention on Hopper: blocks of latent rows by cp.async, for pages of any size and
-// strides. Each buffer has two warps of its own, so that both may be on their way. A warp copies 32 rows of a block,
-// four rows by an instruction: eight lanes have the 128 bytes of an atom's row.
+// The load warps of multi-head latent attention on Hopper. Each buffer has two warps of its own, so that both may be on
+// their way.
+//
+// Blocks whose keys are all visible come by TMA if pages consist of whole boxes: each of the two warps loads the half
+// of the columns that has a full barrier of its own. In a cluster, a CTA loads half of the rows, for both CTAs.
+//
+// Other blocks come by cp.async, for pages of any size and strides, and with zeros for keys that no row attends to. A
+// warp copies 32 rows, four rows by an instruction: eight lanes have the 128 bytes of an atom's row.
 #pragma once
 
 #include <cstdint>
@@ -9,6 +14,7 @@
 #include "hopper_mla/shape.cuh"
 #include "paged_rows.cuh"
 #include "params/attention.cuh"
+#include "params/hopper_mla.cuh"
 #include "ptx.cuh"
 #include "work_tile.cuh"
 
@@ -54,41 +60,138 @@ __device__ __forceinline__ void copy_rows(const AttentionParams& params, const R
   }
 }
 
-/// Tells the compute warps that what this warp has waited for is in shared memory.
-__device__ __forceinline__ void announce(const Barrier& full) {
-  hopper::ptx::fence_proxy_async_shared();
-  __syncwarp();
-  if (threadIdx.x % 32 == 0) full.arrive();
-}
+/// The page of this lane's box of a block, and the box's first row in the page. Lanes past the boxes that the CTA loads
+/// have none: their page is negative.
+struct BoxSource {
+  int32_t page;
+  int32_t row;
+};
 
 /// Loads every second block of a work tile, those of a buffer.
 template <typename Shape, typename T>
-__device__ __forceinline__ void load_blocks(const AttentionParams& params, const Buffers<Shape>& buffers, int buffer,
-                                            int32_t& count) {
-  constexpr int kHalf = Shape::kAtomColumnsPerHalf;
-  const WorkTile& work = buffers.work_tile();
-  const int32_t first = work.keys.begin / Shape::kKeys + buffer,
-                end = (work.keys.end + Shape::kKeys - 1) / Shape::kKeys;
-  if (first >= end) return;
-  const uint32_t to = buffers.block(buffer);
-  RowSource source = find_row<Shape, T>(params, work, first);
+class BlockLoader {
+  static constexpr int kHalf = Shape::kAtomColumnsPerHalf;
+
+ public:
+  __device__ __forceinline__ BlockLoader(const HopperMlaParams& params, const Buffers<Shape>& buffers, int buffer)
+      : params_(params),
+        buffers_(buffers),
+        work_(buffers.work_tile()),
+        buffer_(buffer),
+        warp_(threadIdx.x / 32 % Shape::kLoadWarps),
+        to_(buffers.buffer(buffer)) {}
+
+  /// Loads the tile's blocks, of which the first one has number `number` among those of the CTA.
+  __device__ __forceinline__ void load(int32_t& number) {
+    const int32_t first = work_.keys.begin / Shape::kKeys, end = (work_.keys.end + Shape::kKeys - 1) / Shape::kKeys;
+    int32_t block = first + ((number ^ buffer_) & 1);
+    if (block < end) find(block);
 #pragma unroll 1
-  for (int32_t block = first; block < end; block += 2, ++count) {
-    buffers.empty(buffer, 0, count).producer_wait();
-    copy_rows<Shape, T, 0, kHalf>(params, source, to);
-    copy_rows<Shape, T, 2 * kHalf, Shape::kAtomColumns>(params, source, to);
-    xa::ptx::cp_async_commit();
-    buffers.empty(buffer, 1, count).producer_wait();
-    copy_rows<Shape, T, kHalf, 2 * kHalf>(params, source, to);
-    xa::ptx::cp_async_commit();
-    // The rows of the next block are looked up while these are on their way.
-    if (block + 2 < end) source = find_row<Shape, T>(params, work, block + 2);
-    xa::ptx::cp_async_wait<1>();
-    announce(buffers.full(buffer, 0, count));
-    xa::ptx::cp_async_wait<0>();
-    announce(buffers.full(buffer, 1, count));
+    for (; block < end; block += 2) {
+      if (comes_by_tma(block)) {
+        load_boxes(number + block - first);
+        if (block + 2 < end) find(block + 2);
+      } else {
+        copy(number + block - first, block + 2 < end, block + 2);
+      }
+    }
+    number += end - first;
   }
-}
+
+ private:
+  __device__ __forceinline__ bool comes_by_tma(int32_t block) const {
+    return params_.box_rows != 0 && block * Shape::kKeys >= work_.keys.begin &&
+           (block + 1) * Shape::kKeys <= work_.keys.end;
+  }
+  /// Looks up the pages of a block, one ahead of its load.
+  __device__ __forceinline__ void find(int32_t block) {
+    if (!comes_by_tma(block)) {
+      rows_ = find_row<Shape, T>(params_.attention, work_, block);
+      return;
+    }
+    const int32_t first = threadIdx.x % 32 * params_.box_rows;
+    boxes_.page = -1;
+    if (first >= Shape::kKeysPerCta) return;
+    const int32_t token = block * Shape::kKeys + buffers_.cta_rank() * Shape::kKeysPerCta + first;
+    const TokenSlot slot = slot_of(params_.attention, work_, token);
+    boxes_ = BoxSource{clamp(slot.page, 0, params_.attention.num_pages - 1), slot.offset};
+  }
+  __device__ __forceinline__ void load_boxes(int32_t number) const {
+    buffers_.empty(number, warp_).producer_wait();
+    if (warp_ == 0) {
+      load_part<0>(number);
+      load_part<1>(number);
+    } else {
+      load_part<2>(number);
+      load_part<3>(number);
+    }
+  }
+  template <int kPart>
+  __device__ __forceinline__ void load_part(int32_t number) const {
+    constexpr int kBegin = Shape::part_begin(kPart), kEnd = Shape::part_begin(kPart + 1);
+    const Barrier full = buffers_.full(number, kPart);
+    const int32_t lane = threadIdx.x % 32;
+    if (lane == 0) {
+      // For both warps that arrive where rows are copied. The other CTA's boxes may have come before.
+      full.arrive_expect_tx((kEnd - kBegin) * Shape::kAtomColumnBytes);
+      full.arrive();
+    }
+    __syncwarp();
+    const uint32_t to =
+        to_ + (buffers_.cta_rank() * Shape::kKeysPerCta + lane * params_.box_rows) * Shape::Atom::kRowBytes;
+    if (boxes_.page >= 0) {
+#pragma unroll
+      for (int i = kBegin; i < kEnd; ++i) {
+        const int column = Shape::atom_column(i);
+        const uint32_t box_to = to + column * Shape::kAtomColumnBytes;
+        const int32_t first = column * Shape::Atom::kColumns;
+        if constexpr (Shape::kCtas > 1) {
+          hopper::ptx::tma_load_pair(box_to, params_.cache, full.address, first, boxes_.row, boxes_.page, 0, 0);
+        } else {
+          hopper::ptx::tma_load(box_to, params_.cache, full.address, first, boxes_.row, boxes_.page, 0, 0);
+        }
+      }
+    }
+    __syncwarp();
+  }
+  /// Copies a block's rows, and looks up block `next`, if it exists, while they are on their way.
+  __device__ __forceinline__ void copy(int32_t number, bool has_next, int32_t next) {
+    const AttentionParams& params = params_.attention;
+    // A warp that loads boxes waits for its own half only. With its own half first, it is not two phases behind at the
+    // other one (Barrier): each warpgroup has left the block before the last one when the other has left the last one.
+    if (params_.box_rows != 0) buffers_.empty(number, warp_).producer_wait();
+    buffers_.empty(number, 0).producer_wait();
+    copy_rows<Shape, T, 0, kHalf>(params, rows_, to_);
+    copy_rows<Shape, T, 2 * kHalf, Shape::kAtomColumns>(params, rows_, to_);
+    xa::ptx::cp_async_commit();
+    buffers_.empty(number, 1).producer_wait();
+    copy_rows<Shape, T, kHalf, 2 * kHalf>(params, rows_, to_);
+    xa::ptx::cp_async_commit();
+    if (has_next) find(next);
+    xa::ptx::cp_async_wait<1>();
+    announce(number, 0);
+    xa::ptx::cp_async_wait<0>();
+    announce(number, 1);
+  }
+
+  /// Tells the compute warps that this warp's rows of a half of the columns are in shared memory.
+  __device__ __forceinline__ void announce(int32_t number, int half) const {
+    hopper::ptx::fence_proxy_async_shared();
+    __syncwarp();
+    if (threadIdx.x % 32 != 0) return;
+    buffers_.full(number, 2 * half).arrive();
+    buffers_.full(number, 2 * half + 1).arrive();
+  }
+
+  const HopperMlaParams& params_;
+  const Buffers<Shape>& buffers_;
+  const WorkTile& work_;
+  const int buffer_;
+  const int warp_;
+  const uint32_t to_;
+  RowSource rows_;
+  BoxSource boxes_;
+};
 
 /// Loads the query rows of a work tile. The compute threads call this.
 template <typename Shape, typename T>
@@ -96,7 +199,7 @@ __device__ __forceinline__ void load_query(const AttentionParams& params, const 
                                            int32_t thread) {
   using Atom = typename Shape::Atom;
   constexpr int kThreadsPerRow = Shape::kComputeThreads / Shape::kRows, kChunks = kLatentDim / 8;
-  const WorkTile& work = buffers.work_tile();
+  const WorkTile& work = buffers.cta_tile();
   const RowMap map(params, work.tile, work.kv_head);
   const int32_t row = thread / kThreadsPerRow;
   const bool live = row < map.num_rows;

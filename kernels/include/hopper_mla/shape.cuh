@@ -1,13 +1,16 @@
 // The tile of multi-head latent attention on Hopper, and its shared memory.
 //
 // A CTA has 64 packed rows, two buffers of 64 latent rows, two compute warpgroups and a load warpgroup. Each compute
-// warpgroup has half of the output's columns. They take turns in computing scores: the first one those of even blocks,
-// the second one those of odd blocks, and each passes P on.
+// warpgroup has half of the output's columns. The left one computes the scores, and passes P on.
+//
+// A tile has the rows of one CTA, or of a cluster of two, which attend to the same keys: TMA of each CTA writes half of
+// the rows of a block to both.
 #pragma once
 
 #include <cstdint>
 
 #include "element.cuh"
+#include "hopper/cluster_ptx.cuh"
 #include "hopper/pipeline.cuh"
 #include "hopper/ptx.cuh"
 #include "hopper/swizzle_atom.cuh"
@@ -26,10 +29,15 @@ using mla::kLatentValueDim;
 
 template <typename Config>
 struct Shape : Config {
-  static constexpr int kRows = Config::kRows, kKeys = Config::kKeys;
+  /// Packed rows of a tile and of a CTA.
+  static constexpr int kTileRows = Config::kRows, kRows = 64, kKeys = Config::kKeys;
+  /// CTAs of a cluster.
+  static constexpr int kCtas = kTileRows / kRows;
   static constexpr int kThreads = 32 * Config::kWarps, kComputeThreads = kThreads - 128;
   /// Load warps of each buffer, and the rows of a block that one of them copies.
   static constexpr int kLoadWarps = 2, kKeysPerLoad = kKeys / kLoadWarps;
+  /// Rows of a block that TMA of one CTA loads.
+  static constexpr int kKeysPerCta = kKeys / kCtas;
   /// Value columns of a compute warpgroup.
   static constexpr int kColumns = kLatentValueDim / 2;
   static constexpr int kRegisters = 224, kLoaderRegisters = 56;
@@ -39,26 +47,36 @@ struct Shape : Config {
   static constexpr int kAtomColumns = kLatentDim / Atom::kColumns, kAtomColumnsPerHalf = kColumns / Atom::kColumns;
   static constexpr int kAtomColumnBytes = kKeys * Atom::kRowBytes;
   static constexpr int kBlockBytes = kAtomColumns * kAtomColumnBytes;
+  /// The atom columns of a block in the order of their loads, as parts that each have a barrier: the left value columns
+  /// with those that are of keys only, then the right value columns.
+  static constexpr int kParts = 4;
+  static __device__ constexpr int part_begin(int part) { return part < 2 ? 2 * part : 2 * part + 1; }
+  static __device__ constexpr int atom_column(int index) {
+    return index < kAtomColumnsPerHalf ? index : index == kAtomColumnsPerHalf ? kAtomColumns - 1 : index - 1;
+  }
   static constexpr int kBlocksOffset = kBlockBytes;
-  /// P of a block as the threads of a warpgroup have it, then the maxima of their rows. A thread of one warpgroup
-  /// passes them to the thread of the other one that has the same rows.
+  /// P of a block as the threads of a warpgroup have it, then the maxima of their rows. A thread of the left warpgroup
+  /// passes them to the thread of the right one that has the same rows.
   static constexpr int kPOffset = kBlocksOffset + 2 * kBlockBytes;
   static constexpr int kMaximaOffset = kPOffset + 128 * 64;
   static constexpr int kWorkTileOffset = kMaximaOffset + 128 * 8;
-  static constexpr int kWorkRangeOffset = kWorkTileOffset + static_cast<int>(sizeof(WorkTile));
+  /// The cluster's work tile, then in a cluster the CTA's rows of it.
+  static constexpr int kCtaTileOffset = kWorkTileOffset + (kCtas > 1 ? static_cast<int>(sizeof(WorkTile)) : 0);
+  static constexpr int kWorkRangeOffset = kCtaTileOffset + static_cast<int>(sizeof(WorkTile));
   static constexpr int kBarriersOffset = kWorkRangeOffset + static_cast<int>(sizeof(WorkRange));
   /// At the end of a tile, the output in f32 takes the place of the blocks, and sums and maxima that of P.
   static constexpr int kOutputPitch = 4 * (kLatentValueDim + 4);
   static constexpr int kAlignment = 1024;
 
-  static_assert(kRows == 64 && kKeys == 64 && kKeysPerLoad == 32 && Config::kWarps == 12 && Config::kStages == 2);
+  static_assert(kTileRows == kCtas * kRows && kCtas <= 2 && kKeys == 64 && kKeysPerLoad == 32);
+  static_assert(Config::kWarps == 12 && Config::kStages == 2);
   static_assert(kRows * kOutputPitch <= 2 * kBlockBytes);
-  static_assert(Config::kSharedBytes == kBarriersOffset + 10 * 8 + kAlignment,
+  static_assert(Config::kSharedBytes == kBarriersOffset + 14 * 8 + kAlignment,
                 "shared_bytes in variants.toml is what the launch asks for");
   static_assert(Config::kSharedBytes <= 227 * 1024);
 };
 
-/// Addresses of the buffers and mbarriers of a CTA. Uses of a buffer are counted over all tiles.
+/// Addresses of the buffers and mbarriers of a CTA. Blocks are numbered over all its tiles; block n has buffer n % 2.
 template <typename Shape>
 class Buffers {
  public:
@@ -70,34 +88,56 @@ class Buffers {
   }
   /// Called by one thread; __syncthreads must follow.
   __device__ __forceinline__ void init() const {
-    for (int buffer = 0; buffer < 2; ++buffer) {
-      for (int half = 0; half < 2; ++half) {
-        hopper::ptx::mbarrier_init(full(buffer, half, 0).address, Shape::kLoadWarps);
-        hopper::ptx::mbarrier_init(empty(buffer, half, 0).address, 4);
+    for (int block = 0; block < 2; ++block) {
+      for (int part = 0; part < Shape::kParts; ++part) {
+        hopper::ptx::mbarrier_init(full(block, part).address, Shape::kLoadWarps);
       }
-      hopper::ptx::mbarrier_init(p_full(buffer, 0).address, 4);
+      for (int half = 0; half < 2; ++half) {
+        hopper::ptx::mbarrier_init(empty(block, half).address, 4 * Shape::kCtas);
+      }
     }
+    hopper::ptx::mbarrier_init(p_full(0).address, 4);
+    hopper::ptx::mbarrier_init(p_empty(0).address, 4);
     hopper::ptx::fence_mbarrier_init();
   }
 
-  /// A half of the columns of the block that is use `count` of a buffer is loaded: 0 is the left value columns and
-  /// those that are of keys only, 1 the right value columns.
-  __device__ __forceinline__ Barrier full(int buffer, int half, int32_t count) const {
-    return barrier(2 * buffer + half, count);
+  /// Part `part` of a block is loaded. The left half of the value columns is in parts 0 and 1, the right one in parts 2
+  /// and 3.
+  __device__ __forceinline__ Barrier full(int32_t block, int part) const {
+    return barrier(Shape::kParts * (block % 2) + part, block / 2);
   }
-  /// The warpgroup of those value columns has read them. By then the scores of the block have been computed.
-  __device__ __forceinline__ Barrier empty(int buffer, int half, int32_t count) const {
-    return barrier(4 + 2 * buffer + half, count);
+  /// Waits for a half of the value columns.
+  __device__ __forceinline__ void wait_for_half(int32_t block, int half) const {
+    full(block, 2 * half).wait();
+    full(block, 2 * half + 1).wait();
   }
-  /// P of that block is in shared memory.
-  __device__ __forceinline__ Barrier p_full(int buffer, int32_t count) const { return barrier(8 + buffer, count); }
+  /// The warpgroup of a half of the value columns has read them, in all CTAs of the cluster. By then the scores of the
+  /// block have been computed.
+  __device__ __forceinline__ Barrier empty(int32_t block, int half) const {
+    return barrier(2 * Shape::kParts + 2 * (block % 2) + half, block / 2);
+  }
+  /// A warp of that warpgroup has read them.
+  __device__ __forceinline__ void release(int32_t block, int half) const {
+    if (threadIdx.x % 32 != 0) return;
+    const Barrier barrier = empty(block, half);
+    if constexpr (Shape::kCtas == 1) {
+      barrier.arrive();
+    } else {
+#pragma unroll
+      for (int rank = 0; rank < Shape::kCtas; ++rank) hopper::ptx::mbarrier_arrive_at_rank(barrier.address, rank);
+    }
+  }
+  /// P of a block is in shared memory.
+  __device__ __forceinline__ Barrier p_full(int32_t block) const { return barrier(2 * Shape::kParts + 4, block); }
+  /// The right warpgroup has read it.
+  __device__ __forceinline__ Barrier p_empty(int32_t block) const { return barrier(2 * Shape::kParts + 5, block); }
 
   __device__ __forceinline__ uint32_t query() const { return address_; }
-  __device__ __forceinline__ uint32_t block(int buffer) const {
+  __device__ __forceinline__ uint32_t buffer(int buffer) const {
     return address_ + Shape::kBlocksOffset + buffer * Shape::kBlockBytes;
   }
   __device__ __forceinline__ uint8_t* output() const { return shared_ + Shape::kBlocksOffset; }
-  /// f32 [2, kRows] sums of the warpgroups, then [kRows] maxima.
+  /// f32 [kRows] sums, then [kRows] maxima.
   __device__ __forceinline__ float* row_states() const { return reinterpret_cast<float*>(shared_ + Shape::kPOffset); }
   /// [4][128]
   __device__ __forceinline__ uint4* p() const { return reinterpret_cast<uint4*>(shared_ + Shape::kPOffset); }
@@ -108,6 +148,21 @@ class Buffers {
   __device__ __forceinline__ WorkTile& work_tile() const {
     return *reinterpret_cast<WorkTile*>(shared_ + Shape::kWorkTileOffset);
   }
+  /// The CTA's rows of the work tile; may be none.
+  __device__ __forceinline__ WorkTile& cta_tile() const {
+    return *reinterpret_cast<WorkTile*>(shared_ + Shape::kCtaTileOffset);
+  }
+  /// Sets them. One thread calls this; a barrier must follow.
+  __device__ __forceinline__ void set_cta_tile() const {
+    if constexpr (Shape::kCtas > 1) {
+      const int32_t first = cta_rank() * Shape::kRows;
+      WorkTile tile = work_tile();
+      tile.tile.first_row += first;
+      tile.tile.num_rows = clamp(tile.tile.num_rows - first, 0, Shape::kRows);
+      cta_tile() = tile;
+    }
+  }
+  static __device__ __forceinline__ int32_t cta_rank() { return static_cast<int32_t>(blockIdx.y) % Shape::kCtas; }
   __device__ __forceinline__ WorkRange& work_range() const {
     return *reinterpret_cast<WorkRange*>(shared_ + Shape::kWorkRangeOffset);
   }
@@ -121,10 +176,15 @@ class Buffers {
   uint32_t address_;
 };
 
-/// Uses of the two buffers so far, the same in all warps.
-struct BufferCounts {
-  int32_t even = 0;
-  int32_t odd = 0;
-};
+/// Waits for all threads of the cluster. What they have stored is visible then.
+template <typename Shape>
+__device__ __forceinline__ void sync_cluster() {
+  if constexpr (Shape::kCtas == 1) {
+    __syncthreads();
+  } else {
+    xa::ptx::cluster_arrive();
+    xa::ptx::cluster_wait();
+  }
+}
 
 }  // namespace xa::hopper_mla

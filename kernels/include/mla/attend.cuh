@@ -80,7 +80,7 @@ class TileAttention {
     store_states();
     __syncthreads();
     store_rows<Shape::kThreads, Shape::kOutputPitch, T>(
-        params_, work_, range, shared_, transform_.log2_unit(), threadIdx.x, [&](int32_t row) {
+        params_, work_, range.partial_row, shared_, transform_.log2_unit(), threadIdx.x, [&](int32_t row) {
           return make_float2(row_states()[Shape::kScoreKeyWarps * Shape::kRows + row], row_sum(row));
         });
   }

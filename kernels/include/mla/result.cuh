@@ -6,16 +6,15 @@
 #include "output_rows.cuh"
 #include "params/attention.cuh"
 #include "partial_rows.cuh"
-#include "work_range.cuh"
 #include "work_tile.cuh"
 
 namespace xa::mla {
 
-/// Stores the rows of a work tile where the WorkRange says: in the workspace as a partial, or in out and lse. `output`
-/// is f32 with rows `kPitch` bytes apart; `state_of(row)` is (max, sum). kThreads threads call this; this one is thread
-/// `thread`.
+/// Stores the rows of a work tile in the workspace from partial row `partial_row` on, or in out and lse if that is
+/// negative. `output` is f32 with rows `kPitch` bytes apart; `state_of(row)` is (max, sum). kThreads threads call this;
+/// this one is thread `thread`.
 template <int kThreads, int kPitch, typename T, typename StateOf>
-__device__ __forceinline__ void store_rows(const AttentionParams& params, const WorkTile& work, const WorkRange& range,
+__device__ __forceinline__ void store_rows(const AttentionParams& params, const WorkTile& work, int32_t partial_row,
                                            const uint8_t* output, float log2_unit, int32_t thread,
                                            const StateOf& state_of) {
   const RowWriter<T, false> writer(params, work.tile, work.kv_head);
@@ -26,8 +25,8 @@ __device__ __forceinline__ void store_rows(const AttentionParams& params, const 
     const int32_t row = item / row_vectors, column = (item - row * row_vectors) * 4;
     const float2 state = state_of(row);
     const PartialState part = {state.x, state.y, *reinterpret_cast<const float4*>(output + row * kPitch + 4 * column)};
-    if (range.partial_row >= 0) {
-      partial.store(range.partial_row + row, column, part);
+    if (partial_row >= 0) {
+      partial.store(partial_row + row, column, part);
     } else {
       writer.write(row, column, part, log2_unit);
     }

@@ -9,21 +9,30 @@ use super::split::{KvSplit, WorkUnit};
 use super::tiles::transforms_logits;
 use super::{Launch, Launches, Parameter, UNLIMITED, decode, max_tiles};
 use crate::cuda::device::Device;
-use crate::cuda::enqueue::LaunchConfig;
+use crate::cuda::enqueue::{LaunchAttributes, LaunchConfig};
 use crate::cuda::params::attention::AttentionParams;
+use crate::cuda::params::hopper_mla::HopperMlaParams;
+use crate::cuda::tensor_map::{Axis, L2Promotion, TensorMap, supports_tma};
 use crate::cuda::tiles::{MLA, MlaTile};
 use crate::cuda::variants;
 use crate::error::{Error, Result};
-use crate::problem::attention::Attention;
+use crate::problem::attention::{Attention, KeyStorage};
 use crate::tensor::DType;
 use std::f32::consts::LOG2_E;
+
+/// Columns of an atom's row in shared memory, those of a box.
+const ATOM_COLUMNS: i64 = 64;
+/// Rows of an atom, the fewest of a box.
+const ATOM_ROWS: i64 = 8;
+/// Packed rows of a CTA on Hopper.
+const CTA_ROWS: u32 = 64;
 
 impl MlaTile {
     /// The tile for the problem's types: Hopper's if the device is one, otherwise a large one if it has the shared memory.
     fn of(problem: &Attention, device: &Device) -> Result<&'static Self> {
         let operands = operands(problem);
         let fits = |tile: &&Self| tile.operands == operands && tile.shared_bytes <= device.shared_memory;
-        let runs = |tile: &&Self| !tile.is_hopper() || device.capability == 90;
+        let runs = |tile: &&Self| !tile.is_hopper() || device.capability == 90 && tile.fills_ctas(problem, device);
         let tiles = MLA.iter().filter(|tile| fits(tile) && runs(tile));
         tiles.max_by_key(|tile| (tile.rows, tile.is_hopper())).ok_or_else(|| {
             Error::unimplemented(format!(
@@ -33,21 +42,82 @@ impl MlaTile {
         })
     }
 
-    /// Whether this is the tile of `hopper_mla.cu`, whose code runs on sm_90 only.
+    /// Whether this is a tile of `hopper_mla.cu`, whose code runs on sm_90 only.
     fn is_hopper(&self) -> bool {
-        self.shape == "hopper"
+        self.shape.starts_with("hopper")
+    }
+
+    /// CTAs that compute a tile together.
+    fn ctas(&self) -> u32 {
+        if self.is_hopper() { self.rows / CTA_ROWS } else { 1 }
+    }
+
+    /// Whether all CTAs of most tiles have rows, and there is TMA to load keys for all of them.
+    fn fills_ctas(&self, problem: &Attention, device: &Device) -> bool {
+        let sequences = problem.num_rows.min(problem.max_seqs) as i64;
+        let packed = (problem.num_rows * problem.num_q_heads) as i64;
+        self.ctas() == 1 || self.box_rows(problem, device) > 0 && packed >= sequences * i64::from(self.rows)
+    }
+
+    /// Rows of a box of the cache: the largest power of two that divides the page and the rows of a block that a CTA loads. 0
+    /// where TMA cannot load the cache.
+    fn box_rows(&self, problem: &Attention, device: &Device) -> i64 {
+        let KeyStorage::Paged(table) = problem.keys.storage else { return 0 };
+        if table.num_pages == 0 || !device.has_tensor_maps {
+            return 0;
+        }
+        let rows = 1 << (table.page_size as u64 | u64::from(self.keys / self.ctas())).trailing_zeros();
+        let is_whole = rows >= ATOM_ROWS && supports_tma(problem.kv_dtype, problem.k.data, &cache_axes(problem, rows));
+        if is_whole { rows } else { 0 }
     }
 
     /// The kernel of this tile: its name and its index in the table of variants.
     fn variant(&self, problem: &Attention) -> Result<(&'static str, usize)> {
         let logits = if has_logits_transform(problem) { "scaled" } else { "none" };
         let kernel = match (self.operands, self.shape) {
-            (_, "hopper") => return Ok(("hopper_mla", variants::find("hopper_mla", &[self.operands, logits])?)),
+            _ if self.is_hopper() => "hopper_mla",
             ("f32", _) => "mla_f32",
             (_, "large") => "mla",
             _ => "mla_small",
         };
         Ok((kernel, variants::find(kernel, &[self.operands, self.shape, logits])?))
+    }
+}
+
+/// The axes of the cache, the innermost first. A box is `rows` rows of a page.
+fn cache_axes(problem: &Attention, rows: i64) -> [Axis; 5] {
+    let (pages, page_size) = match problem.keys.storage {
+        KeyStorage::Paged(table) => (table.num_pages as i64, table.page_size as i64),
+        KeyStorage::Contiguous { .. } => (1, 1),
+    };
+    // The stride of an axis with a single entry may be anything, but TMA needs a valid one.
+    let axis = |len, stride, box_len| Axis { len, stride: if len > 1 { stride } else { ATOM_COLUMNS }, box_len };
+    [
+        axis(problem.head_dim as i64, 1, ATOM_COLUMNS),
+        axis(page_size, problem.k.token_stride, rows),
+        axis(pages, problem.k.page_stride, 1),
+        axis(1, 0, 1),
+        axis(1, 0, 1),
+    ]
+}
+
+/// The inputs of the parameter of `hopper_mla`, which is encoded at the launch.
+pub(super) struct LatentParameter<'c> {
+    problem: &'c Attention<'c>,
+    pub(super) attention: AttentionParams,
+    box_rows: i64,
+}
+
+impl LatentParameter<'_> {
+    pub(super) fn params(&self) -> Result<HopperMlaParams> {
+        let Self { problem, attention, box_rows } = *self;
+        let cache = if box_rows > 0 {
+            let axes = cache_axes(problem, box_rows);
+            TensorMap::new(problem.kv_dtype, problem.k.data, &axes, L2Promotion::Bytes256)?
+        } else {
+            TensorMap::NONE
+        };
+        Ok(HopperMlaParams { attention, cache, box_rows: box_rows as i32 })
     }
 }
 
@@ -68,7 +138,7 @@ fn has_logits_transform(problem: &Attention) -> bool {
 }
 
 /// The launches of a call; none if there is no row.
-pub(super) fn launches<'c>(problem: &Attention, device: &Device) -> Result<Launches<'c>> {
+pub(super) fn launches<'c>(problem: &'c Attention, device: &Device) -> Result<Launches<'c>> {
     if problem.num_rows == 0 {
         return Ok(Launches::default());
     }
@@ -79,15 +149,22 @@ pub(super) fn launches<'c>(problem: &Attention, device: &Device) -> Result<Launc
     let tiles = max_tiles(rows * problem.num_q_heads as i64, unit.rows, rows.min(seqs));
     let workspace = problem.workspace.filter(|_| !problem.batch_invariant);
     let splittable = Attention { workspace, batch_invariant: false, ..*problem };
-    let split = KvSplit::of_units(&splittable, unit, tiles, UNLIMITED, i64::from(device.sms), 0);
+    let resident = i64::from(device.sms / tile.ctas());
+    let split = KvSplit::of_units(&splittable, unit, tiles, UNLIMITED, resident, 0);
     // These kernels convert e4m3fn as those for sm_80 do, on every device.
     let converting = Device { capability: 80, ..*device };
     let plain = AttentionParams::new(problem, &converting)?;
     let params = AttentionParams { clears_padding_rows: 1, partial: split.partial, ..plain };
     let (kernel, variant) = tile.variant(problem)?;
-    let grid = [1, split.ranges as u32, 1];
+    let grid = [1, split.ranges as u32 * tile.ctas(), 1];
     let config = LaunchConfig { grid, threads: 32 * tile.warps, shared_memory: tile.shared_bytes };
-    let attend = Launch::new(kernel, variant, config, Parameter::Attention(params));
+    let parameter = if tile.is_hopper() {
+        Parameter::Latent(LatentParameter { problem, attention: params, box_rows: tile.box_rows(problem, device) })
+    } else {
+        Parameter::Attention(params)
+    };
+    let attributes = LaunchAttributes { cluster: tile.ctas(), ..LaunchAttributes::NONE };
+    let attend = Launch { attributes, ..Launch::new(kernel, variant, config, parameter) };
     let combine = decode::combine(problem, device, &split, &params, unit.rows)?;
     Ok(Launches { list: [Some(attend), combine].into_iter().flatten().collect(), store_new_tokens: false })
 }
@@ -96,7 +173,8 @@ pub(super) fn launches<'c>(problem: &Attention, device: &Device) -> Result<Launc
 mod tests {
     use super::super::tests::{device, problem};
     use super::*;
-    use crate::problem::attention::{KeyStorage, Keys};
+    use crate::problem::KvView;
+    use crate::problem::attention::{Keys, PageTable};
     use crate::problem::workspace::AttentionSizes;
     use crate::tensor::Tensor;
 
@@ -118,8 +196,14 @@ mod tests {
     #[test]
     fn every_combination_of_types_finds_a_kernel_on_every_gpu() {
         for (q, kv, on_hopper, on_large, on_small) in [
-            (DType::F16, DType::F16, "hopper_mla_f16_none", "mla_f16_large_none", "mla_small_f16_small_none"),
-            (DType::BF16, DType::BF16, "hopper_mla_bf16_none", "mla_bf16_large_none", "mla_small_bf16_small_none"),
+            (DType::F16, DType::F16, "hopper_mla_f16_hopper_none", "mla_f16_large_none", "mla_small_f16_small_none"),
+            (
+                DType::BF16,
+                DType::BF16,
+                "hopper_mla_bf16_hopper_none",
+                "mla_bf16_large_none",
+                "mla_small_bf16_small_none",
+            ),
             (
                 DType::BF16,
                 DType::F8E4M3FN,
@@ -153,6 +237,44 @@ mod tests {
         }
     }
 
+    /// The parameter of the launch of attention.
+    fn attention_of<'l>(launches: &'l Launches) -> &'l AttentionParams {
+        match &launches.list[0].parameter {
+            Parameter::Attention(params) => params,
+            Parameter::Latent(of) => &of.attention,
+            _ => panic!("of another kernel"),
+        }
+    }
+
+    #[test]
+    fn tiles_of_two_ctas_take_pages_of_boxes_and_queries_that_fill_them() {
+        let paged = |rows, seqs, q_heads, page_size| {
+            let table = PageTable { entries: std::ptr::null(), stride: 64, max_pages: 64, num_pages: 64, page_size };
+            let plain = latent(seqs, q_heads, DType::BF16, DType::BF16);
+            let k = KvView { page_stride: 576 * page_size as i64, token_stride: 576, ..plain.k };
+            let keys = Keys { storage: KeyStorage::Paged(table), ..plain.keys };
+            Attention { num_rows: rows, keys, k, ..plain }
+        };
+        for (rows, seqs, q_heads, page_size, expected) in [
+            (4, 4, 128, 64, (2, 32)),
+            (4, 4, 128, 16, (2, 16)),
+            (4, 4, 128, 24, (2, 8)),
+            (4, 4, 128, 12, (1, 0)),
+            (4, 4, 64, 128, (1, 64)),
+            (8, 4, 64, 128, (2, 32)),
+            (64, 4, 16, 64, (2, 32)),
+            (2, 4, 128, 64, (2, 32)),
+        ] {
+            let problem = paged(rows, seqs, q_heads, page_size);
+            let launches = launches(&problem, &device(true)).expect("the sizes are allowed");
+            let Parameter::Latent(of) = &launches.list[0].parameter else { panic!("of another kernel") };
+            assert_eq!((launches.list[0].attributes.cluster, of.box_rows), expected);
+            assert!(launches.list[0].config.grid[1].is_multiple_of(expected.0));
+            let without = super::launches(&problem, &device(false)).expect("the sizes are allowed");
+            assert_eq!(without.list[0].attributes.cluster, 1);
+        }
+    }
+
     #[test]
     fn the_wanted_workspace_has_room_for_every_work_range_and_batch_invariance_takes_none() {
         let plain = latent(2, 128, DType::BF16, DType::BF16);
@@ -169,12 +291,10 @@ mod tests {
             let workspace = Some(Tensor::dense(DType::U8, std::ptr::without_provenance_mut(start), &bytes));
             let problem = Attention { workspace, ..plain };
             let split = launches(&problem, &device(false)).expect("the sizes are allowed");
-            let Parameter::Attention(params) = &split.list[0].parameter else { panic!("of attention") };
-            assert_eq!((split.list.len(), params.partial.num_ranges), (2, 132));
+            assert_eq!((split.list.len(), attention_of(&split).partial.num_ranges), (2, 132));
             let invariant = Attention { batch_invariant: true, ..problem };
             let whole = launches(&invariant, &device(false)).expect("the sizes are allowed");
-            let Parameter::Attention(params) = &whole.list[0].parameter else { panic!("of attention") };
-            assert_eq!((whole.list.len(), params.partial.num_ranges), (1, 0));
+            assert_eq!((whole.list.len(), attention_of(&whole).partial.num_ranges), (1, 0));
         }
         assert_eq!(AttentionSizes { batch_invariant: true, ..sizes }.latent_workspace().fixed, 0);
     }
@@ -183,9 +303,8 @@ mod tests {
     #[expect(clippy::float_cmp, reason = "powers of two")]
     fn fp8_is_divided_by_what_the_kernel_does_not_multiply() {
         let factor = |kv| {
-            let launches = launches(&latent(1, 16, DType::BF16, kv), &device(false)).expect("the sizes are allowed");
-            let Parameter::Attention(params) = &launches.list[0].parameter else { panic!("of attention") };
-            params.value_factor
+            let problem = latent(1, 16, DType::BF16, kv);
+            attention_of(&launches(&problem, &device(false)).expect("the sizes are allowed")).value_factor
         };
         assert_eq!([DType::BF16, DType::F8E4M3FN, DType::F8E5M2].map(factor), [1.0, 256.0, 1.0]);
     }

@@ -32,6 +32,7 @@ use crate::problem::kv_cache_update::KvCacheUpdate;
 use crate::stream::Stream;
 use fused::FusedParameter;
 use hopper::PrefillParameter;
+use latent::LatentParameter;
 use std::ffi::c_void;
 use tiles::AttentionTile;
 
@@ -133,6 +134,7 @@ enum Parameter<'c> {
     RowMasks(Box<RowMaskParams>),
     Prefill(PrefillParameter<'c>),
     Fused(Box<FusedParameter<'c>>),
+    Latent(LatentParameter<'c>),
 }
 
 impl kernel_launch::Parameter for Parameter<'_> {
@@ -144,6 +146,7 @@ impl kernel_launch::Parameter for Parameter<'_> {
             Self::RowMasks(params) => params.pass(enqueue),
             Self::Prefill(of) => of.params()?.pass(enqueue),
             Self::Fused(of) => of.params()?.pass(enqueue),
+            Self::Latent(of) => of.params()?.pass(enqueue),
         }
     }
 }
@@ -187,7 +190,7 @@ impl<'c> LaunchPlan<'c> {
     }
 
     /// The launches over a latent cache, whose keys and values are the same rows.
-    pub(crate) fn of_latent(problem: &Attention) -> Result<Self> {
+    pub(crate) fn of_latent(problem: &'c Attention) -> Result<Self> {
         latent::launches(problem, &Device::current()?).map(Self)
     }
 
@@ -325,6 +328,7 @@ pub(super) mod tests {
             Parameter::KeyRanges(params) => (params.attention.min_queries, params.attention.max_queries),
             Parameter::RowMasks(params) => (params.attention.min_queries, params.attention.max_queries),
             Parameter::Prefill(PrefillParameter { attention, .. }) => (attention.min_queries, attention.max_queries),
+            Parameter::Latent(of) => (of.attention.min_queries, of.attention.max_queries),
             Parameter::Fused(of) => {
                 let FusedParameter { prefill, decode } = &**of;
                 assert_eq!(decode.max_queries + 1, prefill.attention.min_queries);

@@ -16,6 +16,7 @@ pub(crate) mod combine;
 pub(crate) mod divisor;
 pub(crate) mod gather_kv_cache;
 pub(crate) mod hopper_bwd;
+pub(crate) mod hopper_mla;
 pub(crate) mod hopper_prefill;
 pub(crate) mod key_ranges;
 pub(crate) mod merge_attention_states;
@@ -50,6 +51,7 @@ kernel_params!(
     hopper_bwd::CombineGradientsParams,
     hopper_bwd::HopperBackwardParams,
     hopper_bwd::HopperWideBackwardParams,
+    hopper_mla::HopperMlaParams,
     hopper_prefill::HopperFusedParams,
     hopper_prefill::HopperPrefillParams,
     key_ranges::KeyRangeBackwardParams,
