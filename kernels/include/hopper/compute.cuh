@@ -43,7 +43,8 @@ __device__ __forceinline__ void clear_invisible_values(uint8_t* values, const Pr
 template <typename Shape, typename T, typename LogitsTransform>
 __device__ __forceinline__ void compute_tiles(const HopperPrefillParams& prefill, const Pipeline<Shape>& pipeline) {
   constexpr int kKeys = Shape::kKeys;
-  using KvState = PipelineState<Shape::kStages>;
+  using KeyState = PipelineState<Shape::kStages>;
+  using ValueState = PipelineState<Shape::kValueStages>;
   constexpr bool kTransforms = !std::is_same_v<LogitsTransform, logits_none>;
   // logits_none leaves the softmax scale to the exponent and softcap the cap; softcap_alibi turns scores into logits in
   // base 2.
@@ -91,7 +92,7 @@ __device__ __forceinline__ void compute_tiles(const HopperPrefillParams& prefill
   OnlineSoftmax<Shape::kOutputColumns / 8> state;
 
   // S = Q K^T of a stage of K, as one wgmma group.
-  const auto issue_qk = [&](const KvState& at) {
+  const auto issue_qk = [&](const KeyState& at) {
     constexpr int kSteps = Atom::kColumns / 16;  // per atom column
     const uint64_t block = keys + at.stage * (KeyBlock::kBytes >> 4);
     ptx::wgmma_fence();
@@ -123,7 +124,7 @@ __device__ __forceinline__ void compute_tiles(const HopperPrefillParams& prefill
     ptx::wgmma_commit_group();
   };
   // O += P V with a stage of V, as one wgmma group.
-  const auto issue_pv = [&](const KvState& at) {
+  const auto issue_pv = [&](const ValueState& at) {
     const uint64_t block = values + at.stage * (ValueBlock::kBytes >> 4);
     ptx::wgmma_fence();
 #pragma unroll
@@ -169,14 +170,15 @@ __device__ __forceinline__ void compute_tiles(const HopperPrefillParams& prefill
     const auto clear_partial_values = [&] {
       const int32_t first_key = block * kKeys;
       if (first_key >= tile.visible_begin && first_key + kKeys <= tile.visible_end) return;
-      const KvState now(block_count);
+      const ValueState now(block_count);
       pipeline.values_full(now).wait();
       clear_invisible_values<Shape>(pipeline.values_pointer(now.stage), tile, first_key);
       sync_warpgroup();
     };
     // Scores and softmax of `block`, overlapped with P V of the block before it.
     const auto step = [&](bool masked) {
-      const KvState now(block_count), next(block_count + 1);
+      const ValueState now(block_count);
+      const KeyState next(block_count + 1);
       pipeline.keys_full(next).wait();
       issue_qk(next);
       pipeline.values_full(now).wait();
@@ -200,7 +202,7 @@ __device__ __forceinline__ void compute_tiles(const HopperPrefillParams& prefill
 
     // The first block has no P V to overlap with.
     pipeline.query_full(tile_count).wait();
-    const KvState now(block_count);
+    const KeyState now(block_count);
     pipeline.keys_full(now).wait();
     issue_qk(now);
     if constexpr (Shape::kStagesOutputInValues) {
@@ -241,7 +243,7 @@ __device__ __forceinline__ void compute_tiles(const HopperPrefillParams& prefill
 #pragma unroll 1
       for (; block >= first; --block) step(block < common_begin || block >= common_end);
     }
-    const KvState last(block_count);
+    const ValueState last(block_count);
     pipeline.values_full(last).wait();
     issue_pv(last);
     // Overlaps with the last P V.

@@ -19,7 +19,7 @@ template <typename Config>
 struct F32PrefillShape : Config {
   static constexpr int kClusterSize = 1, kNoRows = 0;
   static constexpr int kHeadDim = Config::kDim, kValueDim = Config::kValueDim;
-  static constexpr int kColumnWarpgroups = 1, kOutputColumns = kValueDim;
+  static constexpr int kColumnWarpgroups = 1, kOutputColumns = kValueDim, kValueStages = Config::kStages;
   using Tile = PrefillTile;
   static constexpr int kRows = 64 * Config::kWarpgroups;
   static constexpr int kComputeThreads = 128 * Config::kWarpgroups;

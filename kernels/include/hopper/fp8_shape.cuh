@@ -18,7 +18,7 @@ namespace xa::hopper {
 template <typename Config, Storage kStorage_>
 struct Fp8PrefillShape : Config {
   static constexpr int kHeadDim = Config::kDim, kValueDim = Config::kValueDim;
-  static constexpr int kColumnWarpgroups = 1, kOutputColumns = kValueDim;
+  static constexpr int kColumnWarpgroups = 1, kOutputColumns = kValueDim, kValueStages = Config::kStages;
   static constexpr Storage kStorage = kStorage_;
   static constexpr int kClusterSize = 1, kNoRows = 0;
   /// As in PrefillShape.

@@ -53,7 +53,7 @@ class TmaLoader {
   /// Issues the load of `block`, the CTA's block number `count`. Blocks of a tile come in descending order without
   /// gaps.
   __device__ __forceinline__ void load(int32_t block, int32_t count) {
-    const PipelineState<Shape::kStages> state(count);
+    const PipelineState<kOfKeys ? Shape::kStages : Shape::kValueStages> state(count);
     const Box box = next_box_;
     next_box_ = find_box(block - 1);
     const int32_t first_key = block * Shape::kKeys;
@@ -123,7 +123,7 @@ class TmaLoader {
       const PipelineState<Shape::kStages> last(count - blocks_ahead);
       (kOfKeys ? pipeline_.keys_empty(last) : pipeline_.values_empty(last)).wait();
     } else {
-      const PipelineState<Shape::kStages> state(count);
+      const PipelineState<kOfKeys ? Shape::kStages : Shape::kValueStages> state(count);
       (kOfKeys ? pipeline_.keys_empty(state) : pipeline_.loaded_values_empty(state)).producer_wait();
     }
   }
@@ -214,7 +214,7 @@ class CpAsyncLoader {
 
   /// Issues the load of `block`, the CTA's block number `count`; `finish` must follow.
   __device__ __forceinline__ void load(int32_t block, int32_t count) const {
-    const PipelineState<Shape::kStages> state(count);
+    const PipelineState<kOfKeys ? Shape::kStages : Shape::kValueStages> state(count);
     // Chunks from this lane's first one to the end of the row. Those of the tile past it become zeros.
     const int32_t dim = kOfKeys ? params_.attention.head_dim : params_.attention.value_dim;
     const int32_t chunks_left = dim / 8 - lane() % kLanesPerRow;
@@ -260,7 +260,7 @@ class CpAsyncLoader {
   }
   /// Waits for this warp's copies, the prefetched pages included, and arrives at the block's full barrier for TMA.
   __device__ __forceinline__ void finish(int32_t count) const {
-    const PipelineState<Shape::kStages> state(count);
+    const PipelineState<kOfKeys ? Shape::kStages : Shape::kValueStages> state(count);
     xa::ptx::cp_async_commit();
     xa::ptx::cp_async_wait<0>();
     ptx::fence_proxy_async_shared();

@@ -5,7 +5,7 @@
 //   PrefillTile [2]  scheduler warp                  load warps, compute warps
 //   Q                TMA, issued by the K warp       compute warps
 //   K [kStages]      TMA or cp.async of the K warp   compute warps
-//   V [kStages]      TMA or cp.async of the V warp   compute warps
+//   V [kValueStages] TMA or cp.async of the V warp   compute warps
 //   V in fp8         TMA, then the transpose warps   compute warps
 //   f32 K or V       cp.async of the load warps      compute warps, which split them (f32_compute.cuh)
 //
@@ -53,7 +53,7 @@ struct Barrier {
 /// Addresses of the buffers and mbarriers in shared memory.
 template <typename Shape>
 class Pipeline {
-  static constexpr int kStages = Shape::kStages;
+  static constexpr int kStages = Shape::kStages, kValueStages = Shape::kValueStages;
   static constexpr bool kHasTranspose = Shape::kTransposeWarps > 0;
   static constexpr int kSharesTileIndex = Shape::kClusterSize > 1 ? 1 : 0;
   // Index of the first mbarrier of each kind.
@@ -63,8 +63,8 @@ class Pipeline {
     kKeysFull = 2,
     kKeysEmpty = kKeysFull + kStages,
     kValuesFull = kKeysEmpty + kStages,
-    kValuesEmpty = kValuesFull + kStages,
-    kTileFull = kValuesEmpty + kStages,
+    kValuesEmpty = kValuesFull + kValueStages,
+    kTileFull = kValuesEmpty + kValueStages,
     kTileEmpty = kTileFull + 2,
     kTileWanted = kTileEmpty + 2,
     kPartialValuesFull = kTileWanted + 1,
@@ -101,8 +101,8 @@ class Pipeline {
     init(kQueryEmpty, 1, Shape::kComputeWarps);
     init(kKeysFull, kStages, Shape::kKeyLoadWarps);
     init(kKeysEmpty, kStages, Shape::kClusterSize * Shape::kComputeWarps);
-    init(kValuesFull, kStages, kHasTranspose ? Shape::kTransposeWarps : 1);
-    init(kValuesEmpty, kStages, Shape::kClusterSize * Shape::kComputeWarps);
+    init(kValuesFull, kValueStages, kHasTranspose ? Shape::kTransposeWarps : 1);
+    init(kValuesEmpty, kValueStages, Shape::kClusterSize * Shape::kComputeWarps);
     init(kTileFull, 2, 1);
     init(kTileEmpty, 2, Shape::kComputeWarps + Shape::kLoadWarps);
     init(kTileWanted, 1, 1);
@@ -125,18 +125,25 @@ class Pipeline {
   __device__ __forceinline__ Barrier query_empty(int32_t tile_count) const {
     return barrier(kQueryEmpty, tile_count & 1);
   }
-  __device__ __forceinline__ Barrier keys_full(PipelineState<kStages> state) const { return barrier(kKeysFull, state); }
-  __device__ __forceinline__ Barrier keys_empty(PipelineState<kStages> state) const {
+  template <int kCount>
+  __device__ __forceinline__ Barrier keys_full(PipelineState<kCount> state) const {
+    return barrier(kKeysFull, state);
+  }
+  template <int kCount>
+  __device__ __forceinline__ Barrier keys_empty(PipelineState<kCount> state) const {
     return barrier(kKeysEmpty, state);
   }
-  __device__ __forceinline__ Barrier values_full(PipelineState<kStages> state) const {
+  template <int kCount>
+  __device__ __forceinline__ Barrier values_full(PipelineState<kCount> state) const {
     return barrier(kValuesFull, state);
   }
-  __device__ __forceinline__ Barrier values_empty(PipelineState<kStages> state) const {
+  template <int kCount>
+  __device__ __forceinline__ Barrier values_empty(PipelineState<kCount> state) const {
     return barrier(kValuesEmpty, state);
   }
   /// A consumer's arrival at `keys_empty` of the CTA that loads K.
-  __device__ __forceinline__ void release_keys(PipelineState<kStages> state) const {
+  template <int kCount>
+  __device__ __forceinline__ void release_keys(PipelineState<kCount> state) const {
     if constexpr (Shape::kClusterSize > 1) {
       ptx::mbarrier_arrive_at_rank(keys_empty(state).address, kKeysRank);
     } else {
@@ -144,7 +151,8 @@ class Pipeline {
     }
   }
   /// The same of V.
-  __device__ __forceinline__ void release_values(PipelineState<kStages> state) const {
+  template <int kCount>
+  __device__ __forceinline__ void release_values(PipelineState<kCount> state) const {
     if constexpr (Shape::kClusterSize > 1) {
       ptx::mbarrier_arrive_at_rank(values_empty(state).address, kValuesRank);
     } else {
@@ -152,10 +160,12 @@ class Pipeline {
     }
   }
   /// V as loaded: the transpose warps' input, or without them the compute warps' V.
-  __device__ __forceinline__ Barrier loaded_values_full(PipelineState<kStages> state) const {
+  template <int kCount>
+  __device__ __forceinline__ Barrier loaded_values_full(PipelineState<kCount> state) const {
     return kHasTranspose ? barrier(kLoadedValuesFull, state) : values_full(state);
   }
-  __device__ __forceinline__ Barrier loaded_values_empty(PipelineState<kStages> state) const {
+  template <int kCount>
+  __device__ __forceinline__ Barrier loaded_values_empty(PipelineState<kCount> state) const {
     return kHasTranspose ? barrier(kLoadedValuesEmpty, state) : values_empty(state);
   }
   /// The CTA's block of V number `count`, of those of which the V warp clears rows, is loaded.

@@ -5,7 +5,7 @@
 // O. Both compute all scores, which keeps them independent of each other. Shared memory,
 // with Q, K, V and O in swizzle atoms (swizzle_atom.cuh):
 //
-//   Q | K [kStages] | V [kStages] | O staging | row entries of the cp.async loaders | PrefillTile [2] |
+//   Q | K [kStages] | V [kValueStages] | O staging | row entries of the cp.async loaders | PrefillTile [2] |
 //   WorkTile and WorkRange of hopper_split_kv | mbarriers
 #pragma once
 
@@ -82,6 +82,8 @@ struct PrefillShape : Config {
   /// Warpgroups with the same rows, and the columns of O of each.
   static constexpr int kColumnWarpgroups = kValueDim > 256 ? 2 : 1, kOutputColumns = kValueDim / kColumnWarpgroups;
   static constexpr int kRows = 64 * Config::kWarpgroups / kColumnWarpgroups;
+  /// Stages of V. Longer blocks gain more than a second one past D 256: their scores take fewer loads of Q.
+  static constexpr int kValueStages = kColumnWarpgroups > 1 ? 1 : Config::kStages;
   static constexpr int kComputeThreads = 128 * Config::kWarpgroups;
   static constexpr int kComputeWarps = kComputeThreads / 32;
   static constexpr int kThreads = kComputeThreads + 128;
@@ -126,7 +128,7 @@ struct PrefillShape : Config {
   static constexpr int kKeysOffset = kQueryBytes;
   static constexpr int kValuesOffset = kKeysOffset + Config::kStages * KeyBlock::kBytes;
   /// Staging of O for TMA stores, 16 rows per warp, where shared memory has room for it.
-  static constexpr int kOutputOffset = kValuesOffset + Config::kStages * ValueBlock::kBytes;
+  static constexpr int kOutputOffset = kValuesOffset + kValueStages * ValueBlock::kBytes;
   static constexpr int kOutputWarpBytes = 16 * ValueBlock::kAtomColumns * Atom::kRowBytes;
   static constexpr int kOutputBytes = kComputeWarps * kOutputWarpBytes;
   static constexpr bool kHasOutputStaging = !Config::kSplitsKeys && kOutputOffset + kOutputBytes < 226 * 1024;
