@@ -52,5 +52,5 @@ extern "C" __global__ void __launch_bounds__(Shape::kThreads, 1)
   } else {
     xa::hopper::store_empty_split_record(decode, cta - range * decode.num_kv_heads, range);
   }
-  xa::hopper::prefill<Shape, T, LogitsTransform>(params.prefill, xa::hopper::InitialTiles::none(), shared);
+  xa::hopper::prefill<Shape, T, LogitsTransform, true>(params.prefill, xa::hopper::InitialTiles::none(), shared);
 }

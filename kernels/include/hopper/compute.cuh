@@ -39,8 +39,9 @@ __device__ __forceinline__ void clear_invisible_values(uint8_t* values, const Pr
   ptx::fence_proxy_async_shared();
 }
 
-/// A compute warpgroup: computes its rows of all tiles of the CTA.
-template <typename Shape, typename T, typename LogitsTransform>
+/// A compute warpgroup: computes its rows of all tiles of the CTA. With kHasOneStep, the code of a block exists once,
+/// not once for each of the ranges of blocks with and without a mask: the first tile of a CTA has less code to load.
+template <typename Shape, typename T, typename LogitsTransform, bool kHasOneStep = false>
 __device__ __forceinline__ void compute_tiles(const HopperPrefillParams& prefill, const Pipeline<Shape>& pipeline) {
   constexpr int kKeys = Shape::kKeys;
   using KeyState = PipelineState<Shape::kStages>;
@@ -235,7 +236,7 @@ __device__ __forceinline__ void compute_tiles(const HopperPrefillParams& prefill
     pack_weights();
     if constexpr (!Shape::kHasLeanLoop) clear_partial_values();
     --block;
-    if constexpr (!kTransforms || Shape::kValueDim % 128 == 0) {
+    if constexpr (!kHasOneStep && (!kTransforms || Shape::kValueDim % 128 == 0)) {
       for_each_block(block, first, common_begin, common_end, step);
     } else {
       // With a transform, three copies of the step spill registers at D 96 and 192. At D 64 and 192 one copy is as

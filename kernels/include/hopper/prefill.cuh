@@ -15,8 +15,9 @@
 namespace xa::hopper {
 
 /// Computes work tiles until there are no more. Every thread of the CTA calls this, and the kernel must end with it,
-/// because setmaxnreg moves registers from the load warpgroup to the compute warpgroups.
-template <typename Shape, typename T, typename LogitsTransform>
+/// because setmaxnreg moves registers from the load warpgroup to the compute warpgroups. kHasOneStep: see
+/// compute_tiles.
+template <typename Shape, typename T, typename LogitsTransform, bool kHasOneStep = false>
 __device__ __forceinline__ void prefill(const HopperPrefillParams& params, const InitialTiles& initial,
                                         uint8_t* shared) {
   const Pipeline<Shape> pipeline(shared);
@@ -58,7 +59,7 @@ __device__ __forceinline__ void prefill(const HopperPrefillParams& params, const
     }
   } else {
     ptx::warpgroup_reg_alloc<Shape::kRegisters>();
-    compute_tiles<Shape, T, LogitsTransform>(params, pipeline);
+    compute_tiles<Shape, T, LogitsTransform, kHasOneStep>(params, pipeline);
   }
   if constexpr (Shape::kClusterSize > 1) {
     // The other CTA may still arrive at mbarriers of this one.
