@@ -57,6 +57,7 @@ pub fn run_if_chosen(call: &Invocation, side: Side) -> Option<Result<Vec<Array>,
 /// An attribute of device 0.
 fn attribute(which: Attribute) -> i32 {
     let mut value = 0;
+    cuda!(cuInit(0)); // A test may ask before its thread has a `Gpu`.
     cuda!(cuDeviceGetAttribute(&raw mut value, which, 0));
     value
 }
