@@ -90,9 +90,9 @@ class KeyGradients {
   __device__ __forceinline__ RowRange* row_ranges(int stage) const {
     return reinterpret_cast<RowRange*>(shared_ + Shape::kColumnRangesOffset) + stage * Shape::kBlock;
   }
-  /// The elements of the bias of the query rows of a stage.
-  __device__ __forceinline__ int64_t* bias_rows(int stage) const {
-    return reinterpret_cast<int64_t*>(shared_ + Shape::kBiasRowsOffset) + stage * Shape::kBlock;
+  /// The query rows of a stage in the bias.
+  __device__ __forceinline__ BiasRowIndex* bias_rows(int stage) const {
+    return reinterpret_cast<BiasRowIndex*>(shared_ + Shape::kBiasRowsOffset) + stage * Shape::kBlock;
   }
   /// How many rows of the block exist.
   __device__ __forceinline__ int32_t count() const {
@@ -132,7 +132,7 @@ class KeyGradients {
       }
       if constexpr (Shape::kHasBias) {
         bias_rows(stage)[index_in_block] =
-            bias_row(all_params_.bias, segment_.tile.sequence, head, block.rows.query(index_in_block));
+            bias_row_index(all_params_.bias, segment_.tile.sequence, head, block.rows.query(index_in_block));
       }
       if constexpr (Shape::kHasRanges) {
         const Visibility visibility(params_.forward, segment_.tile);
@@ -154,7 +154,7 @@ class KeyGradients {
     } else {
       row = {-INFINITY, 0.0f, 0.0f, 0};
       if constexpr (Shape::kHasRanges) row_ranges(stage)[index_in_block] = {0, 0};
-      if constexpr (Shape::kHasBias) bias_rows(stage)[index_in_block] = kNoBias;
+      if constexpr (Shape::kHasBias) bias_rows(stage)[index_in_block] = kNoBiasRow;
     }
   }
 
@@ -197,21 +197,23 @@ class KeyGradients {
     const uint32_t keys = base_ + warp_row * Rows::kPitch, values = keys + Shape::kHeldBytes;
     const uint32_t rows = queries(stage) + own_chunk * Rows::kPitch, douts = rows + Shape::kBlockBytes;
     Scores p, ds;
-    multiply_rows<T, Rows, kSteps>(p, keys, rows);
-    multiply_rows<T, Rows, kSteps>(ds, values, douts);
-    const int32_t column = first + own_chunk;
+    const int32_t column = first + own_chunk, key = segment_.first_key + warp_row;
+    const QueryRowStats* const stats = row_stats(stage) + own_chunk;
     if constexpr (Shape::kHasBias) {
-      const int64_t* const rows_of_bias = bias_rows(stage) + own_chunk;
-      const auto bias = row_bias<T>(all_params_.bias, [=](int32_t row) { return rows_of_bias[row]; });
-      p_and_ds<T, true, LogitsTransform>(p, ds, params_.forward, row_stats(stage) + own_chunk,
-                                         segment_.first_key + warp_row, bias);
+      const BiasRowIndex* const rows_of_bias = bias_rows(stage) + own_chunk;
+      const auto bias = row_bias<T, true>(all_params_.bias, key, [=](int32_t row) { return rows_of_bias[row]; });
+      bias.load(p, params_.forward);
+      multiply_rows<T, Rows, kSteps>(ds, values, douts);
+      bias.convert(p, params_.forward);
+      multiply_rows<T, Rows, kSteps, true>(p, keys, rows);
+      p_and_ds<T, true, LogitsTransform>(p, ds, params_.forward, stats, key, bias);
     } else {
-      p_and_ds<T, true, LogitsTransform>(p, ds, params_.forward, row_stats(stage) + own_chunk,
-                                         segment_.first_key + warp_row);
+      multiply_rows<T, Rows, kSteps>(p, keys, rows);
+      multiply_rows<T, Rows, kSteps>(ds, values, douts);
+      p_and_ds<T, true, LogitsTransform>(p, ds, params_.forward, stats, key);
     }
     if constexpr (Shape::kHasRanges) {
       const RowRange* const ranges = row_ranges(stage) + own_chunk;
-      const int32_t key = segment_.first_key + warp_row;
       if (!all_hold<Shape::kChunk>(ranges, key, key + Shape::kWarpRows)) mask_columns(p, ds, ranges, key);
     } else if (column < segment_.common.begin || column + Shape::kChunk > segment_.common.end) {
       mask(p, ds, [&](int32_t row) { return column_ranges()[warp_row + row]; }, column);

@@ -83,6 +83,10 @@ class QueryGradients {
   __device__ __forceinline__ RowRange* row_ranges() const {
     return reinterpret_cast<RowRange*>(shared_ + Shape::kColumnRangesOffset);
   }
+  /// The rows of the block in the bias.
+  __device__ __forceinline__ BiasRowIndex* bias_rows() const {
+    return reinterpret_cast<BiasRowIndex*>(shared_ + Shape::kBiasRowsOffset);
+  }
   /// The rows of the block, and how many of them exist.
   __device__ __forceinline__ QueryBlock held() const {
     return QueryBlock(params_.forward, 0, segment_.first, segment_.kv_head);
@@ -172,8 +176,14 @@ class QueryGradients {
           for (int32_t row = ptx::thread(); row < Shape::kHeld; row += Shape::kThreads) {
             QueryRowStats& to = row_stats()[row];
             to.position = HeldQueries<Shape::kHeld>::position(params_.forward, segment_, row);
+            if constexpr (Shape::kHasBias) bias_rows()[row] = kNoBiasRow;
             if (to.position == kNoPosition) continue;
-            to.negative_slope = negative_slope(params_.forward, segment_.tile.sequence, held().head(row));
+            const int32_t head = held().head(row), sequence = segment_.tile.sequence;
+            to.negative_slope = negative_slope(params_.forward, sequence, head);
+            if constexpr (Shape::kHasBias) {
+              const int32_t query = held().token(row) - segment_.tile.first_token;
+              bias_rows()[row] = bias_row_index(all_params_.bias, sequence, head, query);
+            }
           }
         },
         [](int32_t, int) { ptx::cp_async_wait<0>(); },
@@ -187,19 +197,19 @@ class QueryGradients {
     const uint32_t rows = base_ + warp_row * Rows::kPitch, douts = rows + Shape::kHeldBytes;
     const uint32_t chunk_keys = keys(stage) + own_chunk * Rows::kPitch, chunk_values = chunk_keys + Shape::kBlockBytes;
     Scores p, ds;
-    multiply_rows<T, Rows, kSteps>(p, rows, chunk_keys);
-    multiply_rows<T, Rows, kSteps>(ds, douts, chunk_values);
     const int32_t column = first + own_chunk;
     const QueryRowStats* const stats = row_stats() + warp_row;
     if constexpr (Shape::kHasBias) {
-      // The row of the bias is computed again here: two stages leave no shared memory for it.
-      const auto bias = row_bias<T>(all_params_.bias, [&](int32_t row) {
-        const QueryBlock block = held();
-        return bias_row(all_params_.bias, segment_.tile.sequence, block.head(warp_row + row),
-                        block.token(warp_row + row) - segment_.tile.first_token);
-      });
+      const BiasRowIndex* const rows_of_bias = bias_rows() + warp_row;
+      const auto bias = row_bias<T, false>(all_params_.bias, column, [=](int32_t row) { return rows_of_bias[row]; });
+      bias.load(p, params_.forward);
+      multiply_rows<T, Rows, kSteps>(ds, douts, chunk_values);
+      bias.convert(p, params_.forward);
+      multiply_rows<T, Rows, kSteps, true>(p, rows, chunk_keys);
       p_and_ds<T, false, LogitsTransform>(p, ds, params_.forward, stats, column, bias);
     } else {
+      multiply_rows<T, Rows, kSteps>(p, rows, chunk_keys);
+      multiply_rows<T, Rows, kSteps>(ds, douts, chunk_values);
       p_and_ds<T, false, LogitsTransform>(p, ds, params_.forward, stats, column);
     }
     if constexpr (Shape::kHasRanges) {

@@ -24,14 +24,24 @@
 
 namespace xa {
 
-/// BiasRow of a row that has no bias. A multiple of the elements of a chunk.
+/// A row of the bias, counted from its first one; kNoBiasRow stands for a row that has no bias.
+using BiasRowIndex = uint32_t;
+constexpr BiasRowIndex kNoBiasRow = ~0u;
+
+/// The row of query `query` of a sequence, any number, and of query head `head`.
+__device__ __forceinline__ BiasRowIndex bias_row_index(const BiasSource& bias, int32_t sequence, int32_t head,
+                                                       int32_t query) {
+  const uint32_t rows = bias.rows, matrix = sequence * bias.seq_matrices + head * bias.head_matrices;
+  return static_cast<uint32_t>(query) < rows ? matrix * rows + query : kNoBiasRow;
+}
+
+/// The element of a row without a bias. A multiple of the elements of a chunk.
 constexpr int64_t kNoBias = INT64_MIN;
 
-/// The element of the bias of query `query` of a sequence and of query head `head`, and its key 0. Any number may be a
-/// query.
+/// The element of such a row and its key 0.
 __device__ __forceinline__ int64_t bias_row(const BiasSource& bias, int32_t sequence, int32_t head, int32_t query) {
-  if (static_cast<uint32_t>(query) >= static_cast<uint32_t>(bias.rows)) return kNoBias;
-  return sequence * bias.seq_stride + head * bias.head_stride + static_cast<int64_t>(query) * bias.keys;
+  const BiasRowIndex row = bias_row_index(bias, sequence, head, query);
+  return row != kNoBiasRow ? static_cast<int64_t>(row) * static_cast<uint32_t>(bias.keys) : kNoBias;
 }
 
 /// The bias of key `key`, any number, of the row at element `row`.
@@ -62,6 +72,8 @@ class BiasTile {
   static constexpr int kWarpRows = 16 * Shape::kRowTiles, kKeyTiles = Shape::kKeys / 8;
   static constexpr int kRowBytes = static_cast<int>(sizeof(int64_t) + Shape::kKeys * sizeof(T)) + 16;
   static constexpr bool kStages = Shape::kSharedBytes + Shape::kRows * kRowBytes <= 99 * 1024;
+  template <typename E>
+  static constexpr int kPitch = Shape::kKeys * static_cast<int>(sizeof(E)) + 16;
   static_assert(Shape::kStages == 1, "the next block is staged when this one has been computed");
 
  public:
@@ -84,22 +96,23 @@ class BiasTile {
       with_bias_type<T>(bias_, [&](auto type) { stage<decltype(type)>(first_key); });
     }
   }
-  /// Adds the bias in base 2 to the scores of the block. It has been staged, and the warp's lanes have passed a barrier
-  /// since.
-  __device__ __forceinline__ void add(float (&scores)[Shape::kRowTiles][kKeyTiles][4], int32_t first_key) const {
+  /// Multiplies the scores of the block by `factor` and adds the bias. It has been staged, and the warp's lanes have
+  /// passed a barrier since.
+  __device__ __forceinline__ void add(float (&scores)[Shape::kRowTiles][kKeyTiles][4], float factor,
+                                      int32_t first_key) const {
     with_bias_type<T>(bias_, [&](auto type) {
       using E = decltype(type);
       if constexpr (!kStages) {
-        add_pairs(scores, [&](int64_t row, int32_t, int32_t column) {
+        add_pairs(scores, factor, [&](int64_t row, int32_t, int32_t column) {
           const int32_t key = first_key + column;
           return make_float2(bias_at<E>(bias_, row, key), bias_at<E>(bias_, row, key + 1));
         });
       } else if (bias_.keys % 2 == 0) {
-        add_pairs(scores, [&](int64_t row, int32_t in_tile, int32_t column) {
+        add_pairs(scores, factor, [&](int64_t row, int32_t in_tile, int32_t column) {
           return load_pair<true>(staged<E>(row, in_tile, first_key) + column);
         });
       } else {
-        add_pairs(scores, [&](int64_t row, int32_t in_tile, int32_t column) {
+        add_pairs(scores, factor, [&](int64_t row, int32_t in_tile, int32_t column) {
           return load_pair<false>(staged<E>(row, in_tile, first_key) + column);
         });
       }
@@ -123,8 +136,7 @@ class BiasTile {
   /// The chunks of a row of the tile.
   template <typename E>
   __device__ __forceinline__ uint8_t* chunks_of(int32_t row) const {
-    constexpr int kPitch = Shape::kKeys * static_cast<int>(sizeof(E)) + 16;
-    return shared_ + Shape::kRows * static_cast<int>(sizeof(int64_t)) + row * kPitch;
+    return shared_ + Shape::kRows * static_cast<int>(sizeof(int64_t)) + row * kPitch<E>;
   }
   /// Where a row of the tile begins among its chunks.
   template <typename E>
@@ -136,14 +148,26 @@ class BiasTile {
 
   template <typename E>
   __device__ __forceinline__ void stage(int32_t first_key) const {
-    constexpr int kChunks = Shape::kKeys * static_cast<int>(sizeof(E)) / 16, kRowsPerStep = 32 / kChunks;
+    constexpr int kElements = 16 / static_cast<int>(sizeof(E)), kChunks = Shape::kKeys / kElements;
+    constexpr int kRowsPerStep = 32 / kChunks;
     static_assert(32 % kChunks == 0);
     const Place place;
-#pragma unroll 1
-    for (int32_t row = place.lane / kChunks; row < kWarpRows; row += kRowsPerStep) {
-      stage_chunk<E>(place.row + row, place.lane % kChunks, first_key);
+    const int32_t chunk = place.lane % kChunks, first_row = place.row + place.lane / kChunks;
+    if (bias_.keys % kElements == 0) {  // Every row begins and ends with a chunk.
+      const int32_t key = first_key + chunk * kElements;
+      const bool inside = key < bias_.keys;
+      const E* const data = static_cast<const E*>(bias_.data) + (inside ? key : 0);
+      const uint32_t to = ptx::shared_address(chunks_of<E>(first_row)) + chunk * 16;
+#pragma unroll 4
+      for (int32_t row = 0; row < kWarpRows; row += kRowsPerStep) {
+        const int64_t begin = row_at(first_row + row);
+        const bool exists = inside && begin != kNoBias;
+        ptx::cp_async_16(to + row * kPitch<E>, data + (exists ? begin : 0), exists);
+      }
+      return;
     }
-    if (bias_.keys % (16 / static_cast<int>(sizeof(E))) == 0) return;  // Every row begins with a chunk.
+#pragma unroll 1
+    for (int32_t row = 0; row < kWarpRows; row += kRowsPerStep) stage_chunk<E>(first_row + row, chunk, first_key);
 #pragma unroll 1
     for (int32_t row = place.lane; row < kWarpRows; row += 32) stage_chunk<E>(place.row + row, kChunks, first_key);
   }
@@ -162,10 +186,10 @@ class BiasTile {
     }
   }
 
-  /// Adds `pair(row, row of the tile, column)` to the scores of two adjacent columns of the block.
+  /// Adds `pair(row, row of the tile, column)` to `factor` times the scores of two adjacent columns of the block.
   template <typename Pair>
-  __device__ __forceinline__ void add_pairs(float (&scores)[Shape::kRowTiles][kKeyTiles][4], const Pair& pair) const {
-    constexpr float kLog2E = 1.44269504088896341f;
+  __device__ __forceinline__ void add_pairs(float (&scores)[Shape::kRowTiles][kKeyTiles][4], float factor,
+                                            const Pair& pair) const {
     const Place place;
 #pragma unroll
     for (int tile = 0; tile < Shape::kRowTiles; ++tile) {
@@ -177,8 +201,8 @@ class BiasTile {
         for (int block = 0; block < kKeyTiles; ++block) {
           const float2 biases = pair(row, in_tile, 8 * block + 2 * (place.lane % 4));
           float (&score)[4] = scores[tile][block];
-          score[2 * half] = __fmaf_rn(kLog2E, biases.x, score[2 * half]);
-          score[2 * half + 1] = __fmaf_rn(kLog2E, biases.y, score[2 * half + 1]);
+          score[2 * half] = __fmaf_rn(score[2 * half], factor, biases.x);
+          score[2 * half + 1] = __fmaf_rn(score[2 * half + 1], factor, biases.y);
         }
       }
     }
@@ -201,7 +225,7 @@ class BiasTile {
   uint8_t* const shared_;
 };
 
-/// Scales of q, soft cap and ALiBi, then the bias: scores become logits in base 2.
+/// Softmax scale, soft cap and ALiBi, then the bias: scores become logits.
 template <typename Shape, typename T>
 struct logits_bias : logits_softcap_alibi {
   const BiasTile<Shape, T>& bias_;
@@ -209,17 +233,27 @@ struct logits_bias : logits_softcap_alibi {
   __device__ __forceinline__ logits_bias(const AttentionParams& params, const BiasTile<Shape, T>& bias)
       : logits_softcap_alibi(params), bias_(bias) {}
 
+  __device__ __forceinline__ float log2_unit() const { return 1.44269504088896341f; }
   /// Starts to load what the block of keys from `first_key` on needs.
   __device__ __forceinline__ void fetch_block(int32_t first_key) const { bias_.fetch(first_key); }
-  /// Transforms the scores of all of the warp's rows, which begin at row `warp_row` of the tile.
+  /// Transforms the scores of all of the warp's rows, which begin at row `warp_row` of the tile. Soft cap and ALiBi
+  /// come first, in base 2. Without them one instruction per score scales it and adds the bias, where there is a
+  /// register for the factor.
   template <int kRowTiles, int kKeyTiles>
   __device__ __forceinline__ void apply_to_block(float (&scores)[kRowTiles][kKeyTiles][4], const WorkTile& work,
                                                  int32_t warp_row, int32_t first_key) const {
+    constexpr float kLn2 = 0.693147180559945309f;
+    constexpr bool kHasFactor = kRowTiles * (Shape::kKeys + Shape::kHeadDim) <= 288;
+    float factor = kLn2;
+    if (!kHasFactor || this->params_.softcap_log2 > 0.0f || this->params_.alibi_slopes != nullptr) {
 #pragma unroll
-    for (int tile = 0; tile < kRowTiles; ++tile) {
-      this->template apply<T>(scores[tile], this->rows(work, warp_row + 16 * tile), first_key);
+      for (int tile = 0; tile < kRowTiles; ++tile) {
+        this->template apply<T>(scores[tile], this->rows(work, warp_row + 16 * tile), first_key);
+      }
+    } else {
+      factor *= work.score_factor;
     }
-    bias_.add(scores, first_key);
+    bias_.add(scores, factor, first_key);
   }
 };
 

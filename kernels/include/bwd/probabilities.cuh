@@ -26,9 +26,8 @@ struct bwd_logits_softcap_alibi {
 };
 
 /// Calls `work(tile, block, i, stats)` for each score of a warp's accumulators, `stats` being what `describe` makes of
-/// the statistics of its query row and of their index in `queries`. Query rows are the columns of the scores in the
-/// dK/dV kernel (kHoldsKeys) and their rows in the dQ kernel; `queries` are the statistics of those columns, or of the
-/// warp's rows.
+/// the statistics of its query row. Query rows are the columns of the scores in the dK/dV kernel (kHoldsKeys) and their
+/// rows in the dQ kernel; `queries` are the statistics of those columns, or of the warp's rows.
 template <bool kHoldsKeys, int kTiles, int kBlocks, typename Describe, typename Work>
 __device__ __forceinline__ void for_scores(const QueryRowStats* queries, const Describe& describe, const Work& work) {
   // The lane is read again here rather than kept: registers are scarcest in this loop.
@@ -38,8 +37,7 @@ __device__ __forceinline__ void for_scores(const QueryRowStats* queries, const D
     for (int block = 0; block < kBlocks; ++block) {
 #pragma unroll
       for (int side = 0; side < 2; ++side) {
-        const int index = 8 * block + 2 * t + side;
-        const auto stats = describe(queries[index], index);
+        const auto stats = describe(queries[8 * block + 2 * t + side]);
 #pragma unroll
         for (int tile = 0; tile < kTiles; ++tile) {
           work(tile, block, side, stats);
@@ -52,8 +50,7 @@ __device__ __forceinline__ void for_scores(const QueryRowStats* queries, const D
     for (int tile = 0; tile < kTiles; ++tile) {
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
-        const int index = 16 * tile + 8 * half + g;
-        const auto stats = describe(queries[index], index);
+        const auto stats = describe(queries[16 * tile + 8 * half + g]);
 #pragma unroll
         for (int block = 0; block < kBlocks; ++block) {
           work(tile, block, 2 * half, stats);
@@ -68,31 +65,22 @@ struct PlacedRowStats : QueryRowStats {
   float distance;  // of its query from the first key of this thread's scores; arbitrary outside of the segment
 };
 
-/// With the element of the query's row of the bias.
-struct BiasedRowStats : PlacedRowStats {
-  int64_t bias;
-};
-
 /// `p_and_ds` for one logits transform.
 template <typename T, bool kHoldsKeys, bool kHasSoftcap, bool kHasAlibi, bool kAfterCap, int kTiles, int kBlocks,
           typename Bias>
 __device__ __forceinline__ void p_and_ds_with(float (&score)[kTiles][kBlocks][4], float (&gradient)[kTiles][kBlocks][4],
                                               const AttentionParams& params, const QueryRowStats* queries,
                                               int32_t first_key, const Bias& bias) {
-  constexpr float kLog2E = 1.44269504088896341f;
   constexpr float kTwoLog2E = 2.88539008177792681f;
+  constexpr bool kAddsBias = Bias::kExists && (kHasSoftcap || Bias::kIsLate);
   const float cap = params.softcap_log2;
   const int32_t lane = ptx::thread() % 32;
   const uint32_t nearest = first_key + (kHoldsKeys ? lane / 4 : lane % 4 * 2);
-  const auto describe = [&](const QueryRowStats& row, int index) {
+  const auto describe = [&](const QueryRowStats& row) {
     const auto distance = static_cast<int32_t>(static_cast<uint32_t>(row.position) - nearest);
     PlacedRowStats placed = {row, static_cast<float>(distance)};
     if constexpr (kHasSoftcap && Element<T>::kIs16Bit) placed.negative_lse += cap;
-    if constexpr (Bias::kExists) {
-      return BiasedRowStats{placed, bias.row(index)};
-    } else {
-      return placed;
-    }
+    return placed;
   };
   for_scores<kHoldsKeys, kTiles, kBlocks>(queries, describe, [&](int tile, int block, int i, const auto& row) {
     float &p = score[tile][block][i], &ds = gradient[tile][block][i];
@@ -115,23 +103,37 @@ __device__ __forceinline__ void p_and_ds_with(float (&score)[kTiles][kBlocks][4]
     if constexpr (kHasAlibi) {
       logit = __fmaf_rn(row.negative_slope, fabsf(row.distance - static_cast<float>(key)), logit);
     }
-    if constexpr (Bias::kExists) {
-      logit = __fmaf_rn(kLog2E, bias.at(row.bias, static_cast<int32_t>(nearest) + key), logit);
-    }
-    p = ptx::exp2_approx(logit);
+    float factor;  // of p in ds
     if constexpr (!kHasSoftcap || kAfterCap) {
-      ds = p * (ds - row.delta);
+      factor = ds - row.delta;
     } else if constexpr (Element<T>::kIs16Bit) {
-      ds = p * (slope * __fmaf_rn(4.0f, ds, -4.0f * row.delta));
+      factor = slope * __fmaf_rn(4.0f, ds, -4.0f * row.delta);
     } else {
-      ds = p * (slope * (ds - row.delta));
+      factor = slope * (ds - row.delta);
     }
+    p = kAddsBias ? logit : ptx::exp2_approx(logit);
+    ds = kAddsBias ? factor : p * factor;
   });
+  if constexpr (kAddsBias) {
+    bias.add(score);
+#pragma unroll
+    for (int tile = 0; tile < kTiles; ++tile) {
+#pragma unroll
+      for (int block = 0; block < kBlocks; ++block) {
+#pragma unroll
+        for (int i = 0; i < 4; ++i) {
+          score[tile][block][i] = ptx::exp2_approx(score[tile][block][i]);
+          gradient[tile][block][i] *= score[tile][block][i];
+        }
+      }
+    }
+  }
 }
 
-/// Turns a warp's products in place: `score` (q . k) into P and `gradient` (dout . v) into dS. Masks are not applied.
-/// `first_key` is the key of the warp's first row in the dK/dV kernel (kHoldsKeys), of its first column in the dQ
-/// kernel. With kAfterCap, dS is the gradient of what is added after the soft cap.
+/// Turns a warp's products in place: `score` into P and `gradient` (dout . v) into dS. Masks are not applied. `score`
+/// is q . k, plus the bias unless that is late or there is a soft cap. `first_key` is the key of the warp's first row
+/// in the dK/dV kernel (kHoldsKeys), of its first column in the dQ kernel. With kAfterCap, dS is the gradient of what
+/// is added after the soft cap.
 template <typename T, bool kHoldsKeys, typename LogitsTransform, bool kAfterCap = false, int kTiles, int kBlocks,
           typename Bias = NoBias>
 __device__ __forceinline__ void p_and_ds(float (&score)[kTiles][kBlocks][4], float (&gradient)[kTiles][kBlocks][4],

@@ -10,16 +10,16 @@
 namespace xa {
 
 /// scores = A B^T with kTiles x 16 rows of A at shared address `a` and 8 kBlocks rows of B at `b`, each `kSteps`
-/// k-blocks of 32 bytes wide. The function of that name in warp_products.cuh takes A's fragments from an object; used
-/// here, it makes ptxas allocate registers differently, and one variant spills.
-template <typename T, typename Rows, int kSteps, int kTiles, int kBlocks>
+/// k-blocks of 32 bytes wide; with kAdds, scores += A B^T. The function of that name in warp_products.cuh takes A's
+/// fragments from an object; used here, it makes ptxas allocate registers differently, and one variant spills.
+template <typename T, typename Rows, int kSteps, bool kAdds = false, int kTiles, int kBlocks>
 __device__ __forceinline__ void multiply_rows(float (&scores)[kTiles][kBlocks][4], uint32_t a, uint32_t b) {
   // ldmatrix_x4 gives, of 16 rows of B: the k-block's first and second half of rows 0-7, then of rows 8-15.
   const uint32_t lane = threadIdx.x % 32;
   const uint32_t from_a = a + Rows::offset(lane % 16, lane / 16);
   const uint32_t from_b = b + Rows::offset(lane / 16 * 8 + lane % 8, lane / 8 % 2);
   float corrections[kTiles][kBlocks][4];
-  clear(scores);
+  if constexpr (!kAdds) clear(scores);
   if constexpr (!Element<T>::kIs16Bit) clear(corrections);
   // f32 is unrolled less, because ptxas would otherwise load more fragments ahead than there are registers for.
 #pragma unroll(Element<T>::kIs16Bit ? 16 : 2)

@@ -10,7 +10,7 @@
 //
 //     rows held (2 operands) | kStages blocks of streamed rows (2 operands) | exchanged P, dS | QueryRowStats |
 //     dK/dV: ColumnRange of each key; with bounds of keys (shape_key_ranges), RowRange of each query row |
-//     dK/dV with a bias (shape_bias): its element of each query row | SequenceSegment
+//     with a bias (shape_bias): the index of each query row in it | SequenceSegment
 #pragma once
 
 #include <cstdint>
@@ -71,8 +71,8 @@ struct BackwardShape : tiles::AttentionBwd<Gradient, Shape, sizeof(T), kHeadDim_
   static constexpr int kColumnRangesOffset = kQueryRowsOffset + kQueryRows * static_cast<int>(sizeof(QueryRowStats));
   static constexpr int kRanges = kHasRanges ? kQueryRows : (kHoldsKeys ? kHeld : 0);
   static constexpr int kBiasRowsOffset = kColumnRangesOffset + kRanges * static_cast<int>(sizeof(ColumnRange));
-  static constexpr int kBiasRows = kHasBias && kHoldsKeys ? kQueryRows : 0;
-  static constexpr int kSegmentOffset = kBiasRowsOffset + kBiasRows * static_cast<int>(sizeof(int64_t));
+  static constexpr int kBiasRows = kHasBias ? kQueryRows : 0;
+  static constexpr int kSegmentOffset = kBiasRowsOffset + kBiasRows * static_cast<int>(sizeof(BiasRowIndex));
   static constexpr int kNeededBytes = kSegmentOffset + static_cast<int>(sizeof(SequenceSegment));
 
   static_assert(Config::kBlock % Config::kChunk == 0 && Config::kChunk % 16 == 0);

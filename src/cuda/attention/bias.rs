@@ -17,11 +17,14 @@ impl BiasSource {
     /// Of a call whose q has elements of `q_bytes`.
     pub(in crate::cuda) fn new(bias: &Bias, q_bytes: usize) -> Result<Self> {
         check_dense("bias", bias.data, bias.dtype.size())?;
-        let head = bias.rows as i64 * bias.keys as i64;
+        let rows = bias.seqs.saturating_mul(bias.heads).saturating_mul(bias.rows);
+        if rows >= u32::MAX as usize {
+            return Err(Error::unimplemented(format!("bias has {rows} rows; on GPUs it has fewer than 2^32 - 1")));
+        }
         Ok(Self {
             data: bias.data.cast(),
-            seq_stride: if bias.seqs == 1 { 0 } else { bias.heads as i64 * head },
-            head_stride: if bias.heads == 1 { 0 } else { head },
+            seq_matrices: if bias.seqs == 1 { 0 } else { bias.heads as i32 },
+            head_matrices: i32::from(bias.heads != 1),
             rows: bias.rows as i32,
             keys: bias.keys as i32,
             is_wide: i32::from(bias.dtype.size() > q_bytes),
@@ -117,10 +120,12 @@ mod tests {
     }
 
     #[test]
-    fn a_bias_that_is_not_aligned_is_refused() {
+    fn a_bias_that_is_not_aligned_or_has_too_many_rows_is_refused() {
         let aligned = biased(&problem(64, 1, 8, 64), DType::F32).score.bias.expect("it has one");
         let shifted = Bias { data: std::ptr::without_provenance(8), ..aligned };
-        assert!(BiasSource::new(&aligned, 2).is_ok_and(|source| source.is_wide == 1 && source.head_stride == 0));
+        let long = Bias { seqs: 1 << 16, heads: 1 << 8, rows: 1 << 8, ..aligned };
+        assert!(BiasSource::new(&aligned, 2).is_ok_and(|source| source.is_wide == 1 && source.head_matrices == 0));
         assert!(BiasSource::new(&shifted, 2).is_err_and(|e| e.message.contains("multiples of 16 bytes")));
+        assert!(BiasSource::new(&long, 2).is_err_and(|e| e.message.contains("4294967296 rows")));
     }
 }

@@ -118,7 +118,7 @@ pub(super) fn launches<'p>(problem: &'p FlashAttnVarlenBwd, device: Device) -> R
     let forward = &problem.forward;
     let (backward, ranges) = (BackwardParams::new(problem, &device, delta(problem))?, &forward.queries.key_ranges);
     let parameter = if let Some(of) = &forward.score.bias {
-        Parameter::Bias(Rc::new(bias::params(problem, of, &backward)?))
+        Parameter::Bias(Rc::new(bias::params(problem, of, &backward, &device)?))
     } else if ranges.is_none() {
         Parameter::Portable(Rc::new(backward))
     } else {
@@ -128,7 +128,7 @@ pub(super) fn launches<'p>(problem: &'p FlashAttnVarlenBwd, device: Device) -> R
     let launches = [
         gradient_launch(problem, &device, "dq", packed_rows, parameter.clone())?,
         gradient_launch(problem, &device, "dkdv", problem.num_keys, parameter.clone())?,
-        bias::launch(problem, parameter.clone())?,
+        bias::launch(problem, &device, parameter.clone())?,
         sinks(problem, parameter)?,
     ];
     Ok(Some(launches.into_iter().flatten().collect()))

@@ -8,16 +8,16 @@ use std::ffi::c_void;
 pub const DBIAS_ROWS: i32 = 128;
 pub const DBIAS_KEYS: i32 = 64;
 pub const DBIAS_THREADS: i32 = 256;
-pub const DBIAS_SHARED_BYTES: i32 = 100_384;
+pub const DBIAS_SHARED_BYTES: i32 = 75_864;
 
-/// A bias `[B or 1, Hq or 1, rows, keys]`, dense and aligned to 16 bytes; 0 past its rows and keys. Strides are in elements, 0
-/// for what all sequences or all heads share.
+/// A bias `[B or 1, Hq or 1, rows, keys]`, dense and aligned to 16 bytes, of fewer than 2^32 - 1 rows; 0 past its rows and keys.
 #[derive(Clone, Copy)]
 #[repr(C)]
 pub struct BiasSource {
     pub data: *const c_void,
-    pub seq_stride: i64,
-    pub head_stride: i64,
+    /// Matrices `[rows, keys]` from a sequence or a head to the next one; 0 where all share it.
+    pub seq_matrices: i32,
+    pub head_matrices: i32,
     pub rows: i32,
     pub keys: i32,
     /// Whether it is f32 and q is not.
@@ -46,5 +46,6 @@ pub struct BiasBackwardParams {
     pub heads: i32,
     /// Whether dbias is f32 and q is not.
     pub widens_dbias: i32,
-    pub reserved: i32,
+    /// Adjacent tiles of keys that a CTA of `attention_bwd_dbias` computes one after the other.
+    pub tiles_per_cta: i32,
 }
