@@ -8,7 +8,7 @@ use crate::problem::arguments::gather_kv_cache::{Attributes, Operands, Results};
 /// Inputs of [`gather_kv_cache`]. Dimensions: `S` sequences, `M` table entries per sequence.
 #[derive(Clone, Copy, Debug)]
 pub struct GatherKvCacheInputs<'a, M = Host> {
-    /// The cache: f16, bf16, f32, f8e4m3fn or f8e5m2. Rows may be strided.
+    /// The cache: f16, bf16, f32, f8e4m3fn or f8e5m2, with scales of its rows i8 or f8e4m3fn. Rows may be strided.
     pub kv_cache: Kv<TensorRef<'a, M>>,
     /// `i32[S, M]`: the pages of each sequence, in order.
     pub block_tables: TensorRef<'a, M>,
@@ -23,11 +23,14 @@ pub struct GatherKvCacheOptions<'a, M = Host> {
     pub k_scale: Option<TensorRef<'a, M>>,
     /// `f32[1]` or `f32[Hkv]`: dequantization scale of the values
     pub v_scale: Option<TensorRef<'a, M>>,
+    /// f32, the shape of the cache without its last dimension: the scale of each row of a cache of i8 or f8e4m3fn that has K
+    /// and V in one buffer
+    pub kv_scale_cache: Option<TensorRef<'a, M>>,
 }
 
 impl<M> Default for GatherKvCacheOptions<'_, M> {
     fn default() -> Self {
-        Self { k_scale: None, v_scale: None }
+        Self { k_scale: None, v_scale: None, kv_scale_cache: None }
     }
 }
 
@@ -81,10 +84,10 @@ pub fn gather_kv_cache<M: Memory>(
     on: On<M>,
 ) -> Result {
     let GatherKvCacheInputs { kv_cache, block_tables, context_lens } = *inputs;
-    let GatherKvCacheOptions { k_scale, v_scale } = *options;
+    let GatherKvCacheOptions { k_scale, v_scale, kv_scale_cache } = *options;
     let GatherKvCacheResults { keys, values, cu_seqlens } = results;
     let (kv_layout, k_cache, v_cache) = kv_cache.parts();
-    let operands = Operands { k_cache, v_cache, block_tables, context_lens, k_scale, v_scale };
+    let operands = Operands { k_cache, v_cache, block_tables, context_lens, k_scale, v_scale, kv_scale_cache };
     let results = Results { keys, values, cu_seqlens };
     run(Op::GatherKvCache, operands.in_order(), results.in_order(), &Attributes { kv_layout }.in_order(), on)
 }

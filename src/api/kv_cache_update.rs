@@ -1,8 +1,8 @@
 //! [`kv_cache_update`]
 
 use super::kv_cache_update_split::update_split;
-use super::{Host, Kv, Memory, On, TensorMut, TensorRef, run};
-use crate::error::Result;
+use super::{Host, Kv, Memory, On, ScaledCache, TensorMut, TensorRef, run};
+use crate::error::{Result, ensure};
 use crate::problem::Op;
 use crate::problem::arguments::kv_cache_update;
 
@@ -36,7 +36,7 @@ impl<M> Default for KvCacheUpdateOptions<'_, M> {
 /// Writes the keys and values of new tokens into a paged cache in place.
 ///
 /// The cache has the dtype of the keys, or f8e4m3fn or f8e5m2, to which conversion rounds and saturates
-/// (`docs/semantics.md#kv_cache_update`).
+/// (`docs/semantics.md#kv_cache_update`). A [`ScaledCache`] is of i8 or f8e4m3fn, and the call computes a scale for each row.
 ///
 /// ```
 /// use xla_attention::{KvCacheUpdateInputs, KvCacheUpdateOptions, Kv, On, TensorMut, TensorRef, kv_cache_update};
@@ -59,20 +59,35 @@ impl<M> Default for KvCacheUpdateOptions<'_, M> {
 /// # Errors
 /// [`InvalidArgument`](crate::Code::InvalidArgument), naming the operand, where shapes or dtypes do not fit;
 /// [`Unimplemented`](crate::Code::Unimplemented) for a head dimension that is no multiple of 8 up to 512.
-pub fn kv_cache_update<M: Memory>(
+pub fn kv_cache_update<'a, M: Memory>(
     inputs: &KvCacheUpdateInputs<M>,
     options: &KvCacheUpdateOptions<M>,
-    kv_cache: Kv<TensorMut<M>>,
+    kv_cache: impl Into<ScaledCache<'a, Kv<TensorMut<'a, M>>, M>>,
     on: On<M>,
 ) -> Result {
+    let ScaledCache { kv_cache, kv_scale_cache } = kv_cache.into();
     match kv_cache.parts() {
-        (_, k_cache, Some(v_cache)) => update_split(inputs, options, [k_cache, v_cache], on),
+        (_, k_cache, Some(v_cache)) => {
+            ensure(kv_scale_cache.is_none(), || {
+                "kv_scale_cache is given with K and V in two buffers, expected one buffer".into()
+            })?;
+            update_split(inputs, options, [k_cache, v_cache], on)
+        }
         (kv_layout, kv_cache, None) => {
             let KvCacheUpdateInputs { key, value, slot_mapping } = *inputs;
             let KvCacheUpdateOptions { k_scale, v_scale } = *options;
             let cache = kv_cache.as_operand();
-            let operands = kv_cache_update::Operands { kv_cache: cache, key, value, slot_mapping, k_scale, v_scale };
-            let results = kv_cache_update::Results { kv_cache };
+            let scales = kv_scale_cache.as_ref().map(TensorMut::as_operand);
+            let operands = kv_cache_update::Operands {
+                kv_cache: cache,
+                key,
+                value,
+                slot_mapping,
+                k_scale,
+                v_scale,
+                kv_scale_cache: scales,
+            };
+            let results = kv_cache_update::Results { kv_cache, kv_scale_cache };
             let attributes = kv_cache_update::Attributes { kv_layout };
             run(Op::KvCacheUpdate, operands.in_order(), results.in_order(), &attributes.in_order(), on)
         }

@@ -22,10 +22,12 @@ for_each_operator!(modules);
 
 mod attention;
 mod on;
+mod scaled_cache;
 mod views;
 
 pub use attention::AttentionResults;
 pub use on::On;
+pub use scaled_cache::ScaledCache;
 pub use views::{Device, Element, Host, MAX_RANK, Memory, TensorMut, TensorRef};
 
 use crate::dispatch::{Call, call};

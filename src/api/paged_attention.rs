@@ -13,7 +13,8 @@ pub struct PagedAttentionInputs<'a, M = Host> {
     /// `[T, Hq, D]`; f16, bf16, f32 or f8e4m3fn. Rows may be strided.
     pub query: TensorRef<'a, M>,
     /// `[P, page_size, 2*Hkv, D]`, K of head h at 2h, V at 2h+1. The dtype is the query's, f8e4m3fn or f8e5m2; with f32
-    /// or f8e4m3fn queries only the query's. Query head h reads KV head `h / (Hq / Hkv)`. Rows may be strided.
+    /// or f8e4m3fn queries only the query's; with [`kv_scale_cache`](PagedAttentionOptions::kv_scale_cache) i8 or f8e4m3fn.
+    /// Query head h reads KV head `h / (Hq / Hkv)`. Rows may be strided.
     pub kv_cache: TensorRef<'a, M>,
     /// `i32[S]`: number of keys of each sequence, including those of the new tokens, which are already in the cache
     pub context_lens: TensorRef<'a, M>,
@@ -54,6 +55,9 @@ pub struct PagedAttentionOptions<'a, M = Host> {
     /// attends to, in place of the causal mask, bit j of a row's words being the key of row j; `None` for the causal mask,
     /// which a sequence of more than `q_max` rows has too.
     pub tree_mask: Option<TensorRef<'a, M>>,
+    /// f32 `[P, page_size, 2*Hkv]`: the scale of each row of a cache of i8 or f8e4m3fn, in place of `k_scale` and `v_scale`.
+    /// A call that updates the cache takes it with the cache ([`ScaledCache`](super::ScaledCache)).
+    pub kv_scale_cache: Option<TensorRef<'a, M>>,
     /// The bits of a sequence's rows depend only on that sequence and static sizes.
     pub batch_invariant: bool,
 }
@@ -72,6 +76,7 @@ impl<M> Default for PagedAttentionOptions<'_, M> {
             k_start: None,
             k_end: None,
             tree_mask: None,
+            kv_scale_cache: None,
             batch_invariant: false,
         }
     }
@@ -136,6 +141,7 @@ pub fn paged_attention<'a, M: Memory>(
         k_start: options.k_start,
         k_end: options.k_end,
         tree_mask: options.tree_mask,
+        kv_scale_cache: options.kv_scale_cache,
     };
     let attributes = Attributes {
         batch_invariant: options.batch_invariant,

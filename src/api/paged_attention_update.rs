@@ -2,8 +2,8 @@
 
 use super::attention::{AttentionResults, softmax_scale, window};
 use super::paged_attention::PagedAttentionOptions;
-use super::{Host, Memory, On, TensorMut, TensorRef, run};
-use crate::error::Result;
+use super::{Host, Memory, On, ScaledCache, TensorMut, TensorRef, run};
+use crate::error::{Result, ensure};
 use crate::problem::Op;
 use crate::problem::arguments::paged_attention_update::{Attributes, Operands, Results};
 
@@ -21,8 +21,8 @@ pub struct PagedAttentionUpdateInputs<'a, M = Host> {
     pub query_start_loc: TensorRef<'a, M>,
     /// `i32[1]` or `i32[]`: number of sequences, at most S
     pub num_seqs: TensorRef<'a, M>,
-    /// `[T, Hkv, D]`: the keys of the new tokens, of the cache's dtype, or f16, bf16 or f32 for an fp8 cache. Rows may
-    /// be strided.
+    /// `[T, Hkv, D]`: the keys of the new tokens, of the cache's dtype, or f16, bf16 or f32 for a cache of 8 bits. Rows
+    /// may be strided.
     pub key: TensorRef<'a, M>,
     /// `[T, Hkv, D]`: the values of the new tokens, of the keys' dtype. Rows may be strided.
     pub value: TensorRef<'a, M>,
@@ -36,7 +36,8 @@ pub struct PagedAttentionUpdateInputs<'a, M = Host> {
 /// (`docs/semantics.md#paged_attention_update`).
 ///
 /// `kv_cache` is `[P, page_size, 2*Hkv, D]`, K of head h at 2h, V at 2h+1. `k_scale` and `v_scale` divide rows when
-/// they are stored and multiply them when they are read.
+/// they are stored and multiply them when they are read. A [`ScaledCache`] has a scale per row instead, which the call
+/// computes.
 ///
 /// ```
 /// use xla_attention::{
@@ -75,10 +76,12 @@ pub struct PagedAttentionUpdateInputs<'a, M = Host> {
 pub fn paged_attention_update<'a, M: Memory>(
     inputs: &PagedAttentionUpdateInputs<M>,
     options: &PagedAttentionOptions<M>,
-    kv_cache: TensorMut<'a, M>,
+    kv_cache: impl Into<ScaledCache<'a, TensorMut<'a, M>, M>>,
     results: impl Into<AttentionResults<'a, M>>,
     on: On<M>,
 ) -> Result {
+    ensure(options.kv_scale_cache.is_none(), || "kv_scale_cache is an option, expected it beside the cache".into())?;
+    let ScaledCache { kv_cache, kv_scale_cache } = kv_cache.into();
     let operands = Operands {
         query: inputs.query,
         kv_cache: kv_cache.as_operand(),
@@ -97,6 +100,7 @@ pub fn paged_attention_update<'a, M: Memory>(
         k_start: options.k_start,
         k_end: options.k_end,
         tree_mask: options.tree_mask,
+        kv_scale_cache: kv_scale_cache.as_ref().map(TensorMut::as_operand),
     };
     let attributes = Attributes {
         batch_invariant: options.batch_invariant,
@@ -105,6 +109,6 @@ pub fn paged_attention_update<'a, M: Memory>(
         soft_cap: options.soft_cap,
     };
     let AttentionResults { out, softmax_lse, workspace } = results.into();
-    let results = Results { out, kv_cache, softmax_lse, workspace };
+    let results = Results { out, kv_cache, softmax_lse, workspace, kv_scale_cache };
     run(Op::PagedAttentionUpdate, operands.in_order(), results.in_order(), &attributes.in_order(), on)
 }

@@ -2,6 +2,7 @@
 
 use super::element::{Element, narrow};
 use super::fp8_encoding::Fp8Encoding;
+use super::row_quantization::RowQuantization;
 use super::simd::Simd;
 use crate::error::Result;
 use crate::pool::{Pool, parallel_for};
@@ -70,6 +71,12 @@ pub(super) unsafe fn slot_of(problem: &KvCacheUpdate, token: usize) -> Option<Sl
     (0..pages * page_size).contains(&slot).then(|| Slot { page: slot / page_size, offset: slot % page_size })
 }
 
+/// Offset of the row of a slot and head, in elements.
+#[inline(always)]
+fn row_offset(of: &KvView, slot: Slot, head: usize) -> isize {
+    (slot.page * of.page_stride + slot.offset * of.token_stride + head as i64 * of.head_stride) as isize
+}
+
 /// Writes rows of one head of K or V into a cache. New rows have the element type `T`.
 pub(super) struct CacheWriter<T> {
     cache: KvView,
@@ -78,6 +85,8 @@ pub(super) struct CacheWriter<T> {
     scale: Option<f32>,
     /// `None` if the cache has the type `T`.
     fp8: Option<Fp8Encoding>,
+    /// Whether the cache is of i8, whose rows have scales.
+    is_i8: bool,
     element: PhantomData<T>,
 }
 
@@ -88,21 +97,33 @@ impl<T: Element> CacheWriter<T> {
     pub(super) unsafe fn new(problem: &KvCacheUpdate, new: &NewRows, head: usize) -> Self {
         // SAFETY: a scale has Hkv values if it is per head, and one otherwise.
         let scale = new.scale.map(|scale| unsafe { scale.values.add(if scale.per_head { head } else { 0 }).read() });
-        Self { cache: new.cache, head, scale, fp8: Fp8Encoding::of(problem.cache_dtype), element: PhantomData }
+        let (fp8, is_i8) = (Fp8Encoding::of(problem.cache_dtype), problem.cache_dtype == DType::I8);
+        Self { cache: new.cache, head, scale, fp8, is_i8, element: PhantomData }
     }
 
     /// Whether rows are copied bit by bit, without scale or conversion.
     #[inline(always)]
     pub(super) fn copies_bits(&self) -> bool {
-        self.scale.is_none() && self.fp8.is_none()
+        self.scale.is_none() && self.fp8.is_none() && !self.is_i8
+    }
+
+    /// Store a whole row as codes and a scale, to a cache of i8 or f8e4m3fn and its `scales` of the same rows.
+    ///
+    /// # Safety
+    /// The slot is one of the cache and of the scales, which are writable; `row` has D elements.
+    #[inline(always)]
+    pub(super) unsafe fn quantize(&self, quantization: RowQuantization, slot: Slot, row: &[f32], scales: KvView) {
+        // SAFETY: the caller guarantees a row of D bytes in the cache, and a scale of it.
+        unsafe {
+            let scale = quantization.quantize(row, self.cache.data.offset(self.offset(slot, 0)));
+            scales.data.cast::<f32>().offset(row_offset(&scales, slot, self.head)).write(scale);
+        }
     }
 
     /// Offset of element `first` of the slot's row, in elements of the cache.
     #[inline(always)]
     fn offset(&self, slot: Slot, first: usize) -> isize {
-        let cache = &self.cache;
-        let row = slot.page * cache.page_stride + slot.offset * cache.token_stride;
-        (row + self.head as i64 * cache.head_stride) as isize + first as isize
+        row_offset(&self.cache, slot, self.head) + first as isize
     }
 
     /// Copy `count` elements of a new row to elements from `first` on, where [`CacheWriter::copies_bits`].

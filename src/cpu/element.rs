@@ -96,6 +96,18 @@ impl Element for bf16 {
     }
 }
 
+impl LoadElement for i8 {
+    #[inline(always)]
+    fn to_f32(self) -> f32 {
+        self.into()
+    }
+    #[inline(always)]
+    unsafe fn load<S: Simd>(simd: S, from: *const Self) -> S::V {
+        // SAFETY: the caller guarantees LANES readable elements.
+        unsafe { simd.load_i8(from) }
+    }
+}
+
 /// 8 elements, followed by zeros: the end of a row whose length is a multiple of 8 but not of `LANES`, which is 16
 /// here.
 ///

@@ -1,4 +1,4 @@
-//! Decoding of 8-bit floats to f32 and to bf16.
+//! Decoding of 8-bit floats to f32, and of 8-bit types to bf16.
 
 use crate::tensor::DType;
 use half::{bf16, f16};
@@ -43,35 +43,50 @@ impl Fp8Decoding {
     }
 }
 
-/// The bf16 of all magnitudes of an 8-bit type, which are exact, in two arrays: low bytes and high bytes.
+/// The bf16 of all magnitudes of an 8-bit type, which are exact, in two arrays: low bytes and high bytes. Index 0 of i8 is
+/// that of 128.
 pub(crate) struct Fp8ToBf16Table {
     pub(super) low: [u8; 128],
     pub(super) high: [u8; 128],
 }
 
-static E4M3_PAIRS: Fp8ToBf16Table = Fp8ToBf16Table::new(Fp8Decoding::E4M3);
-static E5M2_PAIRS: Fp8ToBf16Table = Fp8ToBf16Table::new(Fp8Decoding::E5M2);
+static E4M3_PAIRS: Fp8ToBf16Table = Fp8ToBf16Table::new(Some(Fp8Decoding::E4M3));
+static E5M2_PAIRS: Fp8ToBf16Table = Fp8ToBf16Table::new(Some(Fp8Decoding::E5M2));
+static I8_PAIRS: Fp8ToBf16Table = Fp8ToBf16Table::new(None);
 
 impl Fp8ToBf16Table {
-    /// For `dtype`, which is f8e4m3fn or f8e5m2.
+    /// For `dtype`, which is f8e4m3fn, f8e5m2 or i8.
     pub(super) fn of(dtype: DType) -> &'static Self {
-        if dtype == DType::F8E5M2 { &E5M2_PAIRS } else { &E4M3_PAIRS }
+        match dtype {
+            DType::F8E5M2 => &E5M2_PAIRS,
+            DType::I8 => &I8_PAIRS,
+            _ => &E4M3_PAIRS,
+        }
     }
 
-    const fn new(format: Fp8Decoding) -> Self {
+    /// Of 8-bit floats, or of i8.
+    const fn new(format: Option<Fp8Decoding>) -> Self {
         let mut table = Self { low: [0; 128], high: [0; 128] };
         let mut code = 0u8;
         while code < 128 {
-            let bits = format.decode(code).to_bits();
+            let number = match format {
+                Some(format) => format.decode(code),
+                None if code == 0 => 128.0,
+                None => code as f32,
+            };
+            let bits = number.to_bits();
             (table.low[code as usize], table.high[code as usize]) = ((bits >> 16) as u8, (bits >> 24) as u8);
             code += 1;
         }
         table
     }
 
-    /// The bf16 of an fp8 bit pattern.
+    /// The bf16 of a bit pattern; with `I8` this is the table of i8.
     #[inline(always)]
-    pub(super) fn to_bf16(&self, code: u8) -> bf16 {
+    pub(super) fn to_bf16<const I8: bool>(&self, code: u8) -> bf16 {
+        if I8 {
+            return bf16::from_bits((f32::from(code as i8).to_bits() >> 16) as u16);
+        }
         let magnitude = usize::from(code & 0x7f);
         bf16::from_bits(u16::from_le_bytes([self.low[magnitude], self.high[magnitude] | code & 0x80]))
     }

@@ -7,6 +7,7 @@ use super::simd::{Isa, Simd, SimdKernel, prefetch_row};
 use crate::error::Result;
 use crate::pool::{Pool, parallel_for};
 use crate::problem::gather_kv_cache::{GatherKvCache, GatheredRows};
+use crate::problem::{KvScaleCache, KvView};
 use crate::tensor::DType;
 use half::{bf16, f16};
 use std::ops::Range;
@@ -138,7 +139,7 @@ impl SimdKernel for GatherRows<'_> {
         let copies = results.into_iter().all(|result| result.is_copied(problem.cache_dtype));
         let prefetches = !copies && page_bytes <= MAX_PREFETCHED_PAGE && keys.abs_diff(values) >= page_bytes;
         let end = rows.end.min(starts[problem.num_seqs] as usize);
-        let joins_tokens = results.into_iter().all(GatheredRows::joins_tokens);
+        let joins_tokens = problem.scale_cache.is_none() && results.into_iter().all(GatheredRows::joins_tokens);
         let one_token = page_size == 1 || !joins_tokens;
         let mut batch = [Run::default(); BATCH_RUNS];
         let (mut count, mut first_row) = (0, rows.start);
@@ -155,7 +156,10 @@ impl SimdKernel for GatherRows<'_> {
                 let offsets = results.map(|GatheredRows { cache, .. }| {
                     (page * cache.page_stride + offset as i64 * cache.token_stride) as isize
                 });
-                batch[count] = Run { offsets, tokens };
+                let scale = problem.scale_cache.map_or(0, |KvScaleCache { k, .. }| {
+                    (page * k.page_stride + offset as i64 * k.token_stride) as isize
+                });
+                batch[count] = Run { offsets, scale, tokens };
                 (row, offset, count) = (row + tokens, offset + tokens, count + 1);
                 if offset == page_size {
                     (entry, offset) = (entry + 1, 0);
@@ -167,8 +171,17 @@ impl SimdKernel for GatherRows<'_> {
                         // SAFETY: each run is in one page of the cache, since page ids are clamped, and its rows are
                         // the task's.
                         unsafe {
-                            let runs =
-                                GatherRuns { result, index, cache_dtype, runs, one_token, first_row, prefetches };
+                            let scales = problem.scale_cache.map(|scales| [scales.k, scales.v][index]);
+                            let runs = GatherRuns {
+                                result,
+                                index,
+                                cache_dtype,
+                                scales,
+                                runs,
+                                one_token,
+                                first_row,
+                                prefetches,
+                            };
                             simd.vectorize(runs);
                         }
                     }
@@ -192,6 +205,8 @@ impl SimdKernel for GatherRows<'_> {
 struct Run {
     /// Offsets of the first token in the caches of K and V, in elements.
     offsets: [isize; 2],
+    /// Offset of the first token's scales, in elements, which is that of K and of V; 0 of a cache without scales.
+    scale: isize,
     tokens: usize,
 }
 
@@ -204,6 +219,8 @@ struct GatherRuns<'a> {
     /// 0 for K, 1 for V.
     index: usize,
     cache_dtype: DType,
+    /// The scales of the rows. Each run then has one token.
+    scales: Option<KvView>,
     runs: &'a [Run],
     /// Whether each run has one token.
     one_token: bool,
@@ -221,6 +238,12 @@ impl SimdKernel for GatherRuns<'_> {
         unsafe {
             if self.result.is_copied(self.cache_dtype) {
                 return self.copy(simd);
+            }
+            if let Some(scales) = self.scales {
+                return match self.cache_dtype {
+                    DType::I8 => self.dequantize::<S, i8>(simd, scales),
+                    _ => self.dequantize::<S, E4m3>(simd, scales),
+                };
             }
             match self.cache_dtype {
                 DType::F8E4M3FN => self.decode::<S, E4m3>(simd),
@@ -359,14 +382,14 @@ impl GatherRuns<'_> {
                     let nontemporal = nontemporal && is_aligned::<S>(to);
                     let (in_twos, done) = (len - len % (2 * vector), len - len % vector);
                     for i in (0..in_twos).step_by(2 * vector) {
-                        let both = simd.load_fp8_pairs_2(table, from.add(i).cast());
+                        let both = simd.load_fp8_pairs_2::<false>(table, from.add(i).cast());
                         for (j, pairs) in both.into_iter().enumerate() {
                             let pairs = if has_scale { simd.scale_pairs(pairs, scale) } else { pairs };
                             store(simd, to.add(i + j * vector).cast(), pairs, nontemporal);
                         }
                     }
                     if in_twos < done {
-                        let pairs = simd.load_fp8_pairs(table, from.add(in_twos).cast(), vector);
+                        let pairs = simd.load_fp8_pairs::<false>(table, from.add(in_twos).cast(), vector);
                         let pairs = if has_scale { simd.scale_pairs(pairs, scale) } else { pairs };
                         store(simd, to.add(in_twos).cast(), pairs, nontemporal);
                     }
@@ -379,6 +402,50 @@ impl GatherRuns<'_> {
                     }
                     done
                 }),
+            }
+        }
+    }
+
+    /// Convert rows of `F`, each multiplied by its scale.
+    ///
+    /// # Safety
+    /// As [`GatherRuns`]; the cache holds `F`, the result f16, bf16 or f32.
+    #[inline(always)]
+    unsafe fn dequantize<S: Simd, F: LoadElement>(&self, simd: S, scales: KvView) {
+        // SAFETY: the caller guarantees the cache's type, and each arm names that of the result.
+        unsafe {
+            match self.result.rows.dtype {
+                DType::F16 => self.dequantize_to::<S, F, f16>(simd, scales),
+                DType::BF16 => self.dequantize_to::<S, F, bf16>(simd, scales),
+                _ => self.dequantize_to::<S, F, f32>(simd, scales),
+            }
+        }
+    }
+
+    /// # Safety
+    /// As [`Self::dequantize`]; the result holds `T`.
+    #[inline(always)]
+    unsafe fn dequantize_to<S: Simd, F: LoadElement, T: Element>(&self, simd: S, scales: KvView) {
+        let (cache, rows) = (self.result.cache.data.cast::<F>(), self.result.rows.data.cast::<T>());
+        let [heads, head_dim] = self.result.heads();
+        for (i, run) in self.runs.iter().enumerate() {
+            self.prefetch_after(i);
+            for head in 0..heads {
+                let at = |of: &KvView, first: isize| first + head as isize * of.head_stride as isize;
+                // SAFETY: elements of the run's token in the cache and its scale, whose strides the problem has validated,
+                // and of its row in the result.
+                unsafe {
+                    let from = cache.offset(at(&self.result.cache, run.offsets[self.index])).cast_const();
+                    let to = rows.add(((self.first_row + i) * heads + head) * head_dim);
+                    let factor = scales.data.cast::<f32>().offset(at(&scales, run.scale)).read();
+                    let whole = head_dim - head_dim % S::LANES;
+                    for i in (0..whole).step_by(S::LANES) {
+                        T::store(simd, to.add(i), simd.mul(F::load(simd, from.add(i)), simd.splat(factor)));
+                    }
+                    for i in whole..head_dim {
+                        to.add(i).write(T::from_f32(from.add(i).read().to_f32() * factor));
+                    }
+                }
             }
         }
     }

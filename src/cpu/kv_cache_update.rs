@@ -5,6 +5,7 @@
 
 use super::cache_rows::{CacheWriter, copy_unaliased_caches, slot_of};
 use super::element::{Element, widen};
+use super::row_quantization::RowQuantization;
 use super::simd::{Isa, Simd, SimdKernel};
 use crate::error::Result;
 use crate::pool::{Pool, SingleThread, parallel_for};
@@ -75,7 +76,11 @@ impl<T: Element> SimdKernel for WriteHead<'_, T> {
         let Self { problem, new, head, .. } = self;
         let rows = &new.rows;
         let head_dim = rows.dims[2] as usize;
+        // The scales of K or of V, whichever the rows are.
+        let is_key = std::ptr::eq(new, &raw const problem.key);
+        let scales = problem.scale_cache.map(|scales| if is_key { scales.k } else { scales.v });
         let mut numbers = [0.0f32; MAX_LATENT_DIM as usize];
+        let quantization = RowQuantization::of(problem.cache_dtype);
         // SAFETY: the scales are views of the problem; head < Hkv.
         let writer = unsafe { CacheWriter::<T>::new(problem, new, head) };
         for token in 0..rows.dims[0] as usize {
@@ -91,7 +96,11 @@ impl<T: Element> SimdKernel for WriteHead<'_, T> {
                     writer.copy(slot, 0, from, head_dim);
                 } else {
                     widen(simd, from, numbers.as_mut_ptr(), head_dim);
-                    writer.store(simd, slot, 0, &mut numbers[..head_dim]);
+                    if let Some(scales) = scales {
+                        writer.quantize(quantization, slot, &numbers[..head_dim], scales);
+                    } else {
+                        writer.store(simd, slot, 0, &mut numbers[..head_dim]);
+                    }
                 }
             }
         }

@@ -26,5 +26,6 @@ mod elementary;
 mod fp8_decoding;
 mod fp8_encoding;
 mod micro_kernel;
+mod row_quantization;
 mod score_bias;
 mod simd;

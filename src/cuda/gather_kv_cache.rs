@@ -9,7 +9,7 @@ use super::params::gather_kv_cache::{
     GatheredRows,
 };
 use super::variants;
-use crate::error::Result;
+use crate::error::{Error, Result};
 use crate::problem::gather_kv_cache::{self, GatherKvCache};
 use crate::stream::Stream;
 use crate::tensor::DType;
@@ -90,6 +90,9 @@ fn rows(
 
 /// The launches, in their order.
 fn plan(problem: &GatherKvCache) -> Result<Vec<Launch<GatherParams>>> {
+    if problem.scale_cache.is_some() {
+        return Err(Error::unimplemented("kv_scale_cache is given; CUDA has no kernel for it yet"));
+    }
     let moves = VectorMove::of(problem);
     let variant = variants::find(KERNEL, &[variants::dtype_value(moves.dtype)])?;
     let sides = [&problem.keys, &problem.values];

@@ -4,7 +4,7 @@ use super::cache_rows::{self, copy_unaliased_caches};
 use super::kernel_launch::Launch;
 use super::params::cache_rows::{CacheUpdateParams, NewRows, RowPartition, UPDATE_HEADS_PER_THREAD};
 use super::params::slots::SlotMapping;
-use crate::error::Result;
+use crate::error::{Error, Result};
 use crate::problem::kv_cache_update::KvCacheUpdate;
 use crate::stream::Stream;
 
@@ -13,6 +13,9 @@ const KERNEL_SM80: &str = "kv_cache_update_sm80";
 
 /// The launch; `None` if there is no row or no slot.
 fn plan(problem: &KvCacheUpdate) -> Result<Option<Launch<CacheUpdateParams>>> {
+    if problem.scale_cache.is_some() {
+        return Err(Error::unimplemented("kv_scale_cache is given; CUDA has no kernel for it yet"));
+    }
     let slot_mapping = SlotMapping::new(problem);
     let num_rows = problem.slot_mapping.len();
     if num_rows == 0 || slot_mapping.is_empty() {

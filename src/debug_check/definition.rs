@@ -7,7 +7,7 @@ use super::numbers::{read, write};
 use crate::error::Result;
 use crate::pool::{Pool, parallel_for};
 use crate::problem::attention::{Attention, KeyStorage, position_of_query_0};
-use crate::problem::{KvView, Scale};
+use crate::problem::{KvScaleCache, KvView, Scale};
 
 /// Computes `out`, and `softmax_lse` if the problem has it.
 ///
@@ -84,10 +84,13 @@ impl Row<'_> {
         // SAFETY: the caller guarantees valid memory.
         for (j, weight) in unsafe { self.visible() }.into_iter().zip(weights) {
             // SAFETY: visible keys are below `len_k`.
-            let value = unsafe { self.row(&problem.v, j) };
+            let (value, scale) = unsafe { (self.row(&problem.v, j), self.row_scale(|scales| scales.v, j)) };
             for (d, o) in out.iter_mut().enumerate() {
                 // SAFETY: d is below Dv, the length of a row of V.
-                *o += v_scale * weight * unsafe { read(problem.kv_dtype, value.add(d * problem.kv_dtype.size())) };
+                *o += v_scale
+                    * scale
+                    * weight
+                    * unsafe { read(problem.kv_dtype, value.add(d * problem.kv_dtype.size())) };
             }
         }
         (out, lse)
@@ -195,7 +198,8 @@ impl Row<'_> {
             let key = self.row(&problem.k, j);
             let element = |d| read(q.dtype, query.add(d * q.dtype.size())) * read(problem.kv_dtype, key.add(d * size));
             let product: f64 = (0..problem.head_dim).map(|d| of(element(d))).sum();
-            f64::from(score.softmax_scale) * self.scale(score.q_scale) * self.scale(score.k_scale) * product
+            let k_scale = self.scale(score.k_scale) * self.row_scale(|scales| scales.k, j);
+            f64::from(score.softmax_scale) * self.scale(score.q_scale) * k_scale * product
         }
     }
 
@@ -238,6 +242,26 @@ impl Row<'_> {
     /// # Safety
     /// As [`attend`], and j is below `len_k`.
     unsafe fn row(&self, view: &KvView, j: usize) -> *const u8 {
+        // SAFETY: this function has the same contract.
+        unsafe { self.element_of_row(view, j, self.problem.kv_dtype.size()) }
+    }
+
+    /// The scale of row j of K or V, whose view is `of`; 1 of a cache without scales.
+    ///
+    /// # Safety
+    /// As [`attend`], and j is below `len_k`.
+    unsafe fn row_scale(&self, of: impl Fn(&KvScaleCache) -> KvView, j: usize) -> f64 {
+        self.problem.scale_cache.as_ref().map_or(1.0, |scales| {
+            // SAFETY: the caller guarantees valid memory and a key of the sequence.
+            f64::from(unsafe { self.element_of_row(&of(scales), j, size_of::<f32>()).cast::<f32>().read() })
+        })
+    }
+
+    /// The address of the first element of row j, in a view of elements of `size` bytes.
+    ///
+    /// # Safety
+    /// As [`attend`], and j is below `len_k`.
+    unsafe fn element_of_row(&self, view: &KvView, j: usize, size: usize) -> *const u8 {
         let sequence = self.sequence;
         let (page, token) = match self.problem.keys.storage {
             KeyStorage::Contiguous { .. } => (0, sequence.first_key + j),
@@ -249,6 +273,6 @@ impl Row<'_> {
         };
         let at = page * view.page_stride + token as i64 * view.token_stride + self.kv_head() as i64 * view.head_stride;
         // SAFETY: page, token and head are within the view.
-        unsafe { view.data.cast_const().offset(at as isize * self.problem.kv_dtype.size() as isize) }
+        unsafe { view.data.cast_const().offset(at as isize * size as isize) }
     }
 }

@@ -127,7 +127,7 @@ unsafe fn checked_on_cpu(args: &CallArguments, call: &Call, pool: &dyn Pool) -> 
         let host_expected: Vec<HostTensor> = call.results.iter().map(HostTensor::zeros).collect();
         // The definition reads the cache after its update.
         let updates = [Op::PagedAttentionUpdate, Op::MlaPagedAttentionUpdate].contains(&call.op);
-        let updated = |name: &str| updates && name == "kv_cache";
+        let updated = |name: &str| updates && ["kv_cache", "kv_scale_cache"].contains(&name);
         let expected: Vec<Tensor> = (call.op.signature().results.iter().zip(host_expected.iter().zip(call.results)))
             .map(|(name, (host, result))| if updated(name) { *result } else { host.view(result) })
             .collect();

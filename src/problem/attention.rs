@@ -9,7 +9,7 @@ pub(super) use super::bias::{bias, or_f32};
 use super::kv_layout::KvLayout;
 pub use super::tree_mask::TreeMask;
 use super::validate::{MAX_HEAD_DIM, Scale, contiguous_rows, dense, optional_indices, row_dim, scale};
-use super::{BoolAttribute, CallArguments, CallResult, I64Attribute, KvView, Operand};
+use super::{BoolAttribute, CallArguments, CallResult, I64Attribute, KvScaleCache, KvView, Operand};
 use crate::error::{Error, Result, ensure};
 use crate::tensor::{DType, Dim, Tensor};
 
@@ -20,7 +20,7 @@ pub struct Attention<'a> {
     /// `[Tq, Hq, D]`; the last dimension is contiguous
     pub q: Tensor<'a>,
     /// Element type of K and V: with q f32, f16 or bf16 the same; with q f16, bf16 or e4m3fn also e4m3fn; with q f16 or
-    /// bf16 also e5m2
+    /// bf16 also e5m2, and with scales i8
     pub kv_dtype: DType,
     /// K rows, D elements each
     pub k: KvView,
@@ -40,6 +40,9 @@ pub struct Attention<'a> {
     pub score: Score,
     /// Scale of V, which multiplies the output.
     pub v_scale: Option<Scale>,
+    /// Scales of the rows of K and V, of a cache of i8 or e4m3fn: that of a key multiplies its q·k, that of a value its
+    /// weight. There is then neither `k_scale` nor `v_scale`. Scales of keys that a row does not attend to may be anything.
+    pub scale_cache: Option<KvScaleCache>,
     /// Tq
     pub num_rows: usize,
     /// Hq

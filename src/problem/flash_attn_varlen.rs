@@ -72,6 +72,7 @@ pub(crate) fn problem<'a>(args: &CallArguments<'a>) -> Result<Attention<'a>> {
         },
         score: Score { bias, ..score },
         v_scale: validate::scale(args, Operand::VScale, stored.kv_heads)?,
+        scale_cache: None,
         num_rows: rows as usize,
         num_q_heads: q_heads as usize,
         num_kv_heads: stored.kv_heads as usize,

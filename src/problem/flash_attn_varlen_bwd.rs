@@ -141,6 +141,7 @@ pub(crate) fn problem<'a>(args: &CallArguments<'a>) -> Result<FlashAttnVarlenBwd
             },
             score: Score { bias, ..score(args, &attributes, [None, None], q_heads, slots)? },
             v_scale: None,
+            scale_cache: None,
             num_rows: rows as usize,
             num_q_heads: q_heads as usize,
             num_kv_heads: kv_heads as usize,

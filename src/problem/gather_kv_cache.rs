@@ -4,7 +4,7 @@ use super::attention::{PageTable, page_table};
 use super::kv_cache_update::{DTYPES, FP8_DTYPES};
 use super::kv_layout::KvLayout;
 use super::validate::{Scale, contiguous_rows, dense, head_dim, indices, kernel_sizes, scale};
-use super::{CallArguments, CallResult, I64Attribute, KvView, Operand};
+use super::{CallArguments, CallResult, I64Attribute, KvScaleCache, KvView, Operand};
 use crate::error::{Error, Result, ensure};
 use crate::tensor::{DType, Dim, Tensor};
 
@@ -29,8 +29,11 @@ pub struct GatherKvCache<'a> {
     pub keys: GatheredRows<'a>,
     /// V. If K and V are in two buffers, its head dimension may differ from the keys'.
     pub values: GatheredRows<'a>,
-    /// Element type of the cache. The results have the same one, or for one of [`FP8_DTYPES`] one of [`DTYPES`].
+    /// Element type of the cache. The results have the same one, or for one of [`FP8_DTYPES`] one of [`DTYPES`]. With scales
+    /// it is i8 or e4m3fn, and the results have one of [`DTYPES`].
     pub cache_dtype: DType,
+    /// Scales of the rows, which multiply them.
+    pub scale_cache: Option<KvScaleCache>,
     /// The pages of each sequence.
     pub table: PageTable,
     /// `i32[S]`, dense
@@ -62,11 +65,12 @@ struct Cache {
 /// Validates a call and returns its problem.
 pub(crate) fn problem<'a>(args: &CallArguments<'a>) -> Result<GatherKvCache<'a>> {
     let (k, v) = (args.operand(Operand::KCache), args.operand(Operand::VCache));
-    k.expect_dtype("k_cache", &[DTYPES, &FP8_DTYPES].concat())?;
+    k.expect_dtype("k_cache", &[DTYPES, &FP8_DTYPES, &[DType::I8]].concat())?;
     let cache = match args.i64(I64Attribute::KvLayout) {
         0 => in_two_buffers(&k, &v)?,
         number => in_one_buffer(&k, &v, number)?,
     };
+    let scale_cache = scale_cache(args, &k)?;
     ensure(cache.heads > 0, || format!("k_cache has shape {:?}, expected at least one head", k.dims))?;
     contiguous_rows("k_cache", &k)?;
     for (name, dim) in [("k_cache", cache.dims[0]), ("v_cache", cache.dims[1])] {
@@ -81,6 +85,9 @@ pub(crate) fn problem<'a>(args: &CallArguments<'a>) -> Result<GatherKvCache<'a>>
     let seqs = context_lens.dims[0];
     let pages = (cache.pages, cache.page_size);
     let table = page_table("block_tables", &args.operand(Operand::BlockTables), ("S", seqs), "k_cache", pages)?;
+    if scale_cache.is_some() {
+        args.result(CallResult::Keys).expect_dtype("keys with kv_scale_cache", DTYPES)?;
+    }
     let keys = gathered(args, &cache, &k, Side::Keys, Dim::Any("N"))?;
     let rows = keys.rows.dims[0];
     let values = gathered(args, &cache, &keys.rows, Side::Values, Dim::Is("N", rows))?;
@@ -90,6 +97,7 @@ pub(crate) fn problem<'a>(args: &CallArguments<'a>) -> Result<GatherKvCache<'a>>
         keys,
         values,
         cache_dtype: k.dtype,
+        scale_cache,
         table,
         context_lens: lens,
         cu_seqlens: cu_seqlens.cast_mut(),
@@ -97,6 +105,20 @@ pub(crate) fn problem<'a>(args: &CallArguments<'a>) -> Result<GatherKvCache<'a>>
         capacity: rows as usize,
         num_heads: cache.heads as usize,
     })
+}
+
+/// Validates the optional scales of the rows of a cache `k`, whose shape has been validated.
+fn scale_cache(args: &CallArguments, k: &Tensor) -> Result<Option<KvScaleCache>> {
+    match KvLayout::from_number(args.i64(I64Attribute::KvLayout)) {
+        Some(layout) => KvScaleCache::operand(args, "k_cache", k, layout),
+        None if args.optional_operand(Operand::KvScaleCache).is_some() => {
+            Err(Error::invalid("kv_scale_cache is given with kv_layout=0, expected 1, 2 or 3"))
+        }
+        None => ensure(k.dtype != DType::I8, || {
+            "k_cache has dtype i8 and kv_layout is 0, expected kv_scale_cache and kv_layout 1, 2 or 3".into()
+        })
+        .map(|()| None),
+    }
 }
 
 /// Validates K `[P, page_size, Hkv, D]` and V `[P, page_size, Hkv, Dv]`.
@@ -155,7 +177,7 @@ fn gathered<'a>(
         Side::Values => (CallResult::Values, Operand::VScale, "Dv", 1),
     };
     let (name, tensor) = (result.name(), args.result(result));
-    let decoded = matches!(side, Side::Keys) && FP8_DTYPES.contains(&like.dtype);
+    let decoded = matches!(side, Side::Keys) && like.dtype.size() == 1;
     let decodes: &[DType] = if decoded { DTYPES } else { &[] };
     tensor.expect_dtype(name, &[&[like.dtype], decodes].concat())?;
     tensor.expect_shape(name, &[rows, Dim::Is("Hkv", cache.heads), Dim::Is(dim, cache.dims[axis])])?;

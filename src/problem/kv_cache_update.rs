@@ -1,8 +1,9 @@
 //! Writes the K and V rows of new tokens into a paged cache in place (`docs/semantics.md#kv_cache_update`).
 
+pub use super::cache_copy::CacheCopy;
 use super::kv_layout::KvLayout;
 use super::validate::{Scale, contiguous_rows, dense, head_dim, kernel_sizes, scale};
-use super::{CallArguments, CallResult, I64Attribute, KvView, Operand};
+use super::{CallArguments, CallResult, I64Attribute, KvScaleCache, KvView, Operand};
 use crate::error::{Error, Result, ensure};
 use crate::tensor::{DType, Dim, Tensor};
 
@@ -11,23 +12,6 @@ pub const DTYPES: &[DType] = &[DType::F16, DType::BF16, DType::F32];
 
 /// Element types of a quantized cache, which stores keys and values of each of [`DTYPES`].
 pub const FP8_DTYPES: [DType; 2] = [DType::F8E4M3FN, DType::F8E5M2];
-
-/// The operand and the result of one cache buffer. Unless they alias, the old cache is copied before rows are written.
-#[derive(Clone, Copy, Debug)]
-pub struct CacheCopy<'a> {
-    /// The operand.
-    pub from: Tensor<'a>,
-    /// The result.
-    pub to: Tensor<'a>,
-}
-
-impl CacheCopy<'_> {
-    /// Whether the result does not alias the operand.
-    #[must_use]
-    pub fn is_needed(&self) -> bool {
-        self.from.data != self.to.data && !self.from.is_empty()
-    }
-}
 
 /// K or V: the new rows and where they go.
 #[derive(Clone, Copy, Debug)]
@@ -47,11 +31,14 @@ pub struct KvCacheUpdate<'a> {
     pub key: NewRows<'a>,
     /// New values. If K and V are in two buffers, their D may differ from the keys'.
     pub value: NewRows<'a>,
-    /// Element type of the caches: that of key and value, or one of [`FP8_DTYPES`]
+    /// Element type of the caches: that of key and value, or one of [`FP8_DTYPES`], or with scales i8 or e4m3fn
     pub cache_dtype: DType,
+    /// Scales of the rows of the result cache, which are computed of the new rows and stored with them. There is then no
+    /// [`NewRows::scale`].
+    pub scale_cache: Option<KvScaleCache>,
     /// `[T]`, i32 or i64, dense
     pub slot_mapping: Tensor<'a>,
-    /// The cache buffers: one for K and V together, or one for each.
+    /// The cache buffers: one for K and V together and maybe one for scales, or one for K and one for V.
     pub copies: [Option<CacheCopy<'a>>; 2],
     /// P
     pub num_pages: usize,
@@ -61,21 +48,39 @@ pub struct KvCacheUpdate<'a> {
 
 /// Validates a call for a cache in one buffer, in the layout of the attribute `kv_layout`.
 pub(crate) fn problem<'a>(args: &CallArguments<'a>) -> Result<KvCacheUpdate<'a>> {
+    KvCacheUpdate::with_scale_cache(args, layout(args)?)
+}
+
+/// Validates the attribute `kv_layout`.
+pub(super) fn layout(args: &CallArguments) -> Result<KvLayout> {
     let number = args.i64(I64Attribute::KvLayout);
-    let Some(layout) = KvLayout::from_number(number) else {
-        return Err(Error::invalid(format!("kv_layout is {number}, expected 1, 2 or 3")));
-    };
-    KvCacheUpdate::in_one_buffer(args, layout)
+    KvLayout::from_number(number).ok_or_else(|| Error::invalid(format!("kv_layout is {number}, expected 1, 2 or 3")))
 }
 
 impl<'a> KvCacheUpdate<'a> {
-    /// The problem for a cache in one buffer of this layout, also for targets without the attribute `kv_layout`.
+    /// The problem for a cache in one buffer of this layout of a target that may have scales.
+    pub(super) fn with_scale_cache(args: &CallArguments<'a>, layout: KvLayout) -> Result<Self> {
+        let cache = args.operand(Operand::KvCache);
+        let scales = KvScaleCache::updated(args, "kv_cache", &cache, layout)?;
+        let update = Self::of_dtypes(args, layout, scales.map(|_| cache.dtype))?;
+        let Some((scale_cache, copy)) = scales else { return Ok(update) };
+        Ok(Self { scale_cache: Some(scale_cache), copies: [update.copies[0], Some(copy)], ..update })
+    }
+
+    /// The problem for a cache in one buffer of this layout, without scales of its rows.
     pub(super) fn in_one_buffer(args: &CallArguments<'a>, layout: KvLayout) -> Result<Self> {
+        Self::of_dtypes(args, layout, None)
+    }
+
+    /// The problem for a cache in one buffer of this layout, and of `scaled` if its rows have scales.
+    fn of_dtypes(args: &CallArguments<'a>, layout: KvLayout, scaled: Option<DType>) -> Result<Self> {
         let (key, value) = (args.operand(Operand::Key), args.operand(Operand::Value));
         check_rows("key", &key, None)?;
         check_rows("value", &value, Some(&key))?;
         let (cache, out) = (args.operand(Operand::KvCache), args.result(CallResult::KvCache));
-        check_cache_dtype("kv_cache", &cache, &key)?;
+        if scaled.is_none() {
+            check_cache_dtype("kv_cache", &cache, &key)?;
+        }
         cache.expect_shape("kv_cache", &layout.shape(Dim::Is("Hkv", key.dims[1]), key.dims[2]))?;
         let copy = same_cache("kv_cache", cache, out)?;
         let (pages, tokens) = layout.axes();
@@ -125,6 +130,7 @@ impl<'a> KvCacheUpdate<'a> {
             key: NewRows { rows: key, cache: k, scale: k_scale },
             value: NewRows { rows: value, cache: v, scale: v_scale },
             cache_dtype,
+            scale_cache: None,
             slot_mapping,
             copies,
             num_pages: pages as usize,

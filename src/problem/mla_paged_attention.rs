@@ -84,6 +84,7 @@ pub(crate) fn problem<'a>(args: &CallArguments<'a>) -> Result<Attention<'a>> {
         },
         score: attention::score_without_alibi(args, &attributes, [None, kv_scale], q_heads)?,
         v_scale: kv_scale,
+        scale_cache: None,
         num_rows: rows as usize,
         num_q_heads: q_heads as usize,
         num_kv_heads: 1,

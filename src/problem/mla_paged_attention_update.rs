@@ -82,6 +82,7 @@ impl MlaPagedAttentionUpdate<'_> {
                 scale,
             },
             cache_dtype: self.attention.kv_dtype,
+            scale_cache: None,
             slot_mapping: self.slot_mapping,
             copies: [Some(self.copy), None],
             num_pages: pages as usize,

@@ -16,8 +16,10 @@ pub mod attention;
 pub mod workspace;
 
 mod bias;
+mod cache_copy;
 mod call_arguments;
 mod kv_layout;
+mod kv_scale_cache;
 mod operators;
 mod signature;
 mod tree_mask;
@@ -25,6 +27,7 @@ mod validate;
 
 pub(crate) use call_arguments::CallArguments;
 pub use kv_layout::KvView;
+pub use kv_scale_cache::{KvScaleCache, SMALLEST_ROW, largest_code};
 pub use operators::Op;
 pub(crate) use operators::{
     BoolAttribute, CallResult, F32Attribute, I64Attribute, OPERATORS_JSON, Operand, arguments, for_each_operator,

@@ -4,9 +4,9 @@
 use super::attention::{self, Attention, KeyStorage, Keys, Queries, ScoreAttributes, check_dtypes, query_sizes};
 use super::kv_layout::KvLayout;
 use super::tree_mask::TreeMask;
-use super::{BoolAttribute, CallArguments, CallResult, F32Attribute, I64Attribute, Operand, validate};
+use super::{BoolAttribute, CallArguments, CallResult, F32Attribute, I64Attribute, KvScaleCache, Operand, validate};
 use crate::error::{Result, ensure};
-use crate::tensor::Dim;
+use crate::tensor::{DType, Dim};
 
 /// Validates a call and returns its problem. Dimensions: `T` query rows, `S` sequence slots, `M` table entries per
 /// sequence, `P` pages.
@@ -21,11 +21,19 @@ use crate::tensor::Dim;
 /// | `num_seqs` | `i32[1]` or `i32[]`: number of sequences, at most S |
 /// | `k_start`, `k_end` | `i32[T]` |
 /// | `tree_mask` | i32 or u32 `[S, q_max, ceil(q_max / 32)]` |
+/// | `kv_scale_cache` | f32 `[P, page_size, 2*Hkv]` |
 pub(crate) fn problem<'a>(args: &CallArguments<'a>) -> Result<Attention<'a>> {
     let query = args.operand(Operand::Query);
     let (rows, q_heads, head_dim) = query_sizes("query", "T", &query)?;
     let cache = args.operand(Operand::KvCache);
-    check_dtypes(("query", query.dtype), ("kv_cache", cache.dtype), args.result(CallResult::Out).dtype)?;
+    let scale_cache = KvScaleCache::operand(args, "kv_cache", &cache, KvLayout::Interleaved)?;
+    let out = args.result(CallResult::Out);
+    if scale_cache.is_some() {
+        query.expect_dtype("query with kv_scale_cache", &[DType::F16, DType::BF16])?;
+        out.expect_dtype("out", &[query.dtype, DType::F32])?;
+    } else {
+        check_dtypes(("query", query.dtype), ("kv_cache", cache.dtype), out.dtype)?;
+    }
     let (k, v, pages, page_size, kv_heads) =
         attention::paged_in_one_buffer("kv_cache", &cache, KvLayout::Interleaved, (q_heads, head_dim))?;
 
@@ -72,6 +80,7 @@ pub(crate) fn problem<'a>(args: &CallArguments<'a>) -> Result<Attention<'a>> {
         keys: Keys { starts: None, used: Some(lens), leftpad: None, storage: KeyStorage::Paged(table), longest: 0 },
         score: attention::score(args, &attributes, attention::score_scales(args, kv_heads)?, q_heads, slots)?,
         v_scale: validate::scale(args, Operand::VScale, kv_heads)?,
+        scale_cache,
         num_rows: rows as usize,
         num_q_heads: q_heads as usize,
         num_kv_heads: kv_heads as usize,

@@ -1,7 +1,7 @@
 //! Rotates the queries and keys of new tokens by their positions (`RoPE`) and writes K and V into a paged cache in
 //! place (`docs/semantics.md#rope_kv_cache_update`).
 
-use super::kv_cache_update::KvCacheUpdate;
+use super::kv_cache_update::{KvCacheUpdate, layout};
 use super::validate::{contiguous_rows, dense, indices, kernel_sizes};
 use super::{BoolAttribute, CallArguments, CallResult, Operand};
 use crate::error::{Result, ensure};
@@ -44,7 +44,7 @@ unsafe impl Sync for Rotation {}
 
 /// Validates a call and returns its problem.
 pub(crate) fn problem<'a>(args: &CallArguments<'a>) -> Result<RopeKvCacheUpdate<'a>> {
-    let update = super::kv_cache_update::problem(args)?;
+    let update = KvCacheUpdate::in_one_buffer(args, layout(args)?)?;
     let key = &update.key.rows;
     let (query, query_out) = (args.operand(Operand::Query), args.result(CallResult::QueryOut));
     query.expect_dtype("query", &[key.dtype])?;

@@ -203,6 +203,7 @@ fn case(generator: &mut Generator, target: Op, sizes: &ProblemSizes, stored: Sto
         kv_geometry: stored.kv_geometry,
         max_pages: stored.max_pages,
         q_values: q.values(),
+        scale_cache: None,
         kv_values: stored.kv.iter().map(Array::values).collect(),
         q,
         kv: stored.kv,
@@ -371,7 +372,7 @@ pub(crate) fn update(generator: &mut Generator) -> FuzzCall {
     let wide_slots = generator.chance(50);
     let slots = slots_of(generator, &case, wide_slots);
     let before = case.kv[0].clone();
-    let mut update = PagedUpdateCase { attention: case, before, key, value, slots, wide_slots };
+    let mut update = PagedUpdateCase { attention: case, before, scales_before: None, key, value, slots, wide_slots };
     update.recompute_cache();
     let call = update.invocation(generator.chance(60));
     FuzzCall::new(call, move |results| {

@@ -4,27 +4,31 @@ use crate::fuzz_call::FuzzCall;
 use crate::generator::Generator;
 use crate::support::{
     ANY_LSE, ATTENTION_DTYPES, Array, BF16, CacheUpdateCase, F8E4M3FN, F8E5M2, F16, F32, F64, FP8_DTYPES, GatherCase,
-    I8, I32, I64, KvLayout, RopeCase, State, U8, addition, any_bits, assert_same, dims_of, sum,
+    I8, I32, I64, KvLayout, RopeCase, SCALED_DTYPES, State, U8, addition, any_bits, assert_same, dims_of, sum,
 };
 
-fn update(generator: &mut Generator, layouts: &[KvLayout]) -> CacheUpdateCase {
+fn update(generator: &mut Generator, layouts: &[KvLayout], may_be_scaled: bool) -> CacheUpdateCase {
     let layout = generator.one_of(layouts);
     let dtype = generator.one_of(&ATTENTION_DTYPES);
     let (heads, head_dim) = (generator.between(1, 4), generator.head_dim());
     let (tokens, num_pages) = (generator.between(0, 14), generator.between(0, 5));
     let page_size = generator.one_of(&[0, 1, 2, 3, 4, 8, 16, 17]);
     let wide_slots = generator.chance(50);
+    // The rows of a cache with scales need one buffer and an operator that takes them.
+    let scaled = may_be_scaled && layout != KvLayout::Split && generator.chance(30);
+    let unscaled = generator.one_of(&[None, None, Some(F8E4M3FN), Some(F8E5M2)]);
     CacheUpdateCase {
         layout,
         dtype,
-        fp8: generator.one_of(&[None, None, Some(F8E4M3FN), Some(F8E5M2)]),
+        fp8: if scaled { Some(generator.one_of(&SCALED_DTYPES)) } else { unscaled },
+        scaled,
         num_pages: if head_dim > 128 { num_pages.min(2) } else { num_pages },
         page_size,
         heads,
         dims: [head_dim, if layout == KvLayout::Split { generator.head_dim() } else { head_dim }],
         slots: generator.slots(tokens, num_pages * page_size, wide_slots),
         wide_slots,
-        scales: [generator.scale(heads), generator.scale(heads)],
+        scales: if scaled { [None, None] } else { [generator.scale(heads), generator.scale(heads)] },
         seed: generator.random.next() >> 1,
     }
 }
@@ -34,6 +38,7 @@ pub(crate) fn cache_update(generator: &mut Generator) -> FuzzCall {
     let update = update(
         generator,
         &[KvLayout::Split, KvLayout::Split, KvLayout::Interleaved, KvLayout::Stacked, KvLayout::PerPage],
+        true,
     );
     let call = update.invocation(generator.chance(60));
     FuzzCall::new(call, move |results| {
@@ -45,7 +50,7 @@ pub(crate) fn cache_update(generator: &mut Generator) -> FuzzCall {
 
 /// Calls of `rope_kv_cache_update`.
 pub(crate) fn rope(generator: &mut Generator) -> FuzzCall {
-    let update = update(generator, &[KvLayout::Interleaved, KvLayout::Stacked, KvLayout::PerPage]);
+    let update = update(generator, &[KvLayout::Interleaved, KvLayout::Stacked, KvLayout::PerPage], false);
     let max_pos = generator.between(0, 20);
     let rope = RopeCase {
         q_heads: generator.between(1, 8),
@@ -84,12 +89,22 @@ pub(crate) fn rope(generator: &mut Generator) -> FuzzCall {
 /// Calls of `gather_kv_cache`.
 pub(crate) fn gather(generator: &mut Generator) -> FuzzCall {
     let layout = generator.one_of(&KvLayout::PAGED);
-    let dtype = generator.one_of(&[F16, BF16, F32, F8E4M3FN, F8E5M2]);
-    let out = if FP8_DTYPES.contains(&dtype) { generator.one_of(&[dtype, F16, BF16, F32]) } else { dtype };
+    let scaled = layout != KvLayout::Split && generator.chance(30);
+    let unscaled = generator.one_of(&[F16, BF16, F32, F8E4M3FN, F8E5M2]);
+    let dtype = if scaled { generator.one_of(&SCALED_DTYPES) } else { unscaled };
+    let wider = generator.one_of(&ATTENTION_DTYPES);
+    let out = if scaled {
+        wider
+    } else if FP8_DTYPES.contains(&dtype) {
+        generator.one_of(&[dtype, wider])
+    } else {
+        dtype
+    };
     let (heads, head_dim) = (generator.between(1, 4), generator.head_dim());
     let (num_pages, max_pages, seqs) = (generator.between(0, 4), generator.between(0, 4), generator.between(0, 6));
     let page_size = generator.one_of(&[1, 2, 3, 4, 8, 16, 17]);
-    let scale = |generator: &mut Generator| if FP8_DTYPES.contains(&out) { None } else { generator.scale(heads) };
+    let has_scale = !scaled && !FP8_DTYPES.contains(&out);
+    let scale = |generator: &mut Generator| if has_scale { generator.scale(heads) } else { None };
     let gather = GatherCase {
         layout,
         dtype,
@@ -103,6 +118,7 @@ pub(crate) fn gather(generator: &mut Generator) -> FuzzCall {
         lens: generator.lengths(seqs, max_pages * page_size),
         capacity: generator.between(0, 60),
         scales: [scale(generator), scale(generator)],
+        scaled,
         seed: generator.random.next() >> 1,
     };
     FuzzCall::new(gather.invocation(), move |results| gather.assert_results(results))

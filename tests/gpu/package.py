@@ -31,6 +31,7 @@ GPU_TESTS = {
         "mla_paged_attention_update",
         "key_ranges",
         "tree_masks",
+        "quantized_cache",
         "bias",
         "flash_attn_varlen",
         "flash_attn_varlen_bwd",

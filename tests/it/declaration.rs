@@ -35,7 +35,7 @@ fn mistakes_in_operators_are_reported_with_what_was_expected() {
         (
             "optional_operands = [\"k_scale\", \"v_scale\"]",
             "optional_operands = [\"k_scale\", \"k_scale\"]",
-            "operator kv_cache_update: a name stands twice in operands",
+            "operator kv_cache_update_split: a name stands twice in operands",
         ),
         (
             "operands = [\"query\", \"kv_cache\",",

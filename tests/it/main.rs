@@ -36,6 +36,7 @@ mod mla_paged_attention;
 mod mla_paged_attention_update;
 mod paged_attention;
 mod paged_attention_update;
+mod quantized_cache;
 mod rope_kv_cache_update;
 mod rust_interface;
 mod rust_operators;

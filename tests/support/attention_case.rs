@@ -6,7 +6,7 @@
 
 use super::{
     Alibi, Array, AttentionConfig, Attr, Batch, BatchBias, F32, Invocation, KvGeometry, KvLayout, MaxSeqlenHints,
-    MemoryLayout, Random, SequenceData, TreeMask, U8, poisoned, put,
+    MemoryLayout, Random, SequenceData, TreeMask, U8, dequantized, poisoned, put, put_quantized,
 };
 use xla_attention::Op;
 
@@ -26,6 +26,8 @@ pub struct AttentionCase {
     pub q: Array,
     /// K and V, or the one buffer that holds both.
     pub kv: Vec<Array>,
+    /// The scales of the rows of `kv`.
+    pub scale_cache: Option<Array>,
     /// `cu_seqlens_q` or `query_start_loc`, `[B+1]`.
     pub cu_seqlens_q: Vec<i32>,
     /// `num_seqs` of paged attention.
@@ -61,7 +63,7 @@ pub struct AttentionCase {
     pub workspace: Option<usize>,
     /// `q` as f64.
     pub q_values: Vec<f64>,
-    /// `kv` as f64.
+    /// `kv` as f64, multiplied by the scales of its rows if it has them.
     pub kv_values: Vec<Vec<f64>>,
 }
 
@@ -119,9 +121,13 @@ impl AttentionCase {
             kv_geometry: keys.kv_geometry,
             max_pages: keys.max_pages,
             q_values: q.values(),
-            kv_values: keys.kv.iter().map(Array::values).collect(),
+            kv_values: match &keys.scale_cache {
+                Some(scales) => vec![dequantized(&keys.kv[0], scales)],
+                None => keys.kv.iter().map(Array::values).collect(),
+            },
             q,
             kv: keys.kv,
+            scale_cache: keys.scale_cache,
             cu_seqlens_q,
             num_seqs: batch.sequences.len() as i32,
             seqused_q,
@@ -245,6 +251,7 @@ impl AttentionCase {
             "q_offset" => self.q_offset.as_deref().map(i32s),
             "k_start" => self.k_start.as_deref().map(i32s),
             "k_end" => self.k_end.as_deref().map(i32s),
+            "kv_scale_cache" => self.scale_cache.clone(),
             "tree_mask" => self.tree_mask.as_ref().map(|mask| mask.array(self.slots())),
             "bias" => self.bias.clone(),
             "alibi_slopes" => self.alibi_slopes.as_ref().map(slopes),
@@ -399,6 +406,7 @@ fn store_key_ranges(
 struct StoredKeys {
     kv_geometry: KvGeometry,
     kv: Vec<Array>,
+    scale_cache: Option<Array>,
     starts: Vec<i32>,
     max_pages: usize,
     block_table: Vec<i32>,
@@ -418,7 +426,7 @@ fn buffers(kv_geometry: &KvGeometry, config: &AttentionConfig, random: &mut Rand
 
 /// Writes the keys and values that a query attends to. `position(j)` is (page, token) of key j.
 fn put_sequence(
-    kv: &mut [Array],
+    (kv, mut scale_cache): (&mut [Array], Option<&mut Array>),
     kv_geometry: &KvGeometry,
     sequence: &SequenceData,
     visible_keys: &[bool],
@@ -430,7 +438,11 @@ fn put_sequence(
             for (value, rows) in [&sequence.k, &sequence.v].into_iter().enumerate() {
                 let (buffer, at) = kv_geometry.element(value, page, token, head);
                 let d = kv_geometry.dims[value];
-                put(&mut kv[buffer], at, &rows[(j * kv_geometry.kv_heads + head) * d..][..d]);
+                let row = &rows[(j * kv_geometry.kv_heads + head) * d..][..d];
+                match &mut scale_cache {
+                    Some(scales) => put_quantized(&mut kv[buffer], scales, at, row),
+                    None => put(&mut kv[buffer], at, row),
+                }
             }
         }
     }
@@ -446,12 +458,12 @@ fn store_rows(batch: &Batch, memory_layout: &MemoryLayout, random: &mut Random) 
     let mut starts = vec![before as i32];
     let mut at = before;
     for (sequence, slot) in batch.sequences.iter().zip(slots) {
-        put_sequence(&mut kv, &kv_geometry, sequence, &batch.visible_keys(sequence), |j| (at + j, 0));
+        put_sequence((&mut kv, None), &kv_geometry, sequence, &batch.visible_keys(sequence), |j| (at + j, 0));
         at += slot;
         starts.push(at as i32);
     }
     starts.extend((0..memory_layout.spare_seqs).map(|_| random.hostile_i32()));
-    StoredKeys { kv_geometry, kv, starts, max_pages: 0, block_table: Vec::new() }
+    StoredKeys { kv_geometry, kv, scale_cache: None, starts, max_pages: 0, block_table: Vec::new() }
 }
 
 fn store_pages(batch: &Batch, memory_layout: &MemoryLayout, random: &mut Random) -> StoredKeys {
@@ -462,13 +474,17 @@ fn store_pages(batch: &Batch, memory_layout: &MemoryLayout, random: &mut Random)
     let slots = batch.sequences.len() + memory_layout.spare_seqs;
     let kv_geometry = memory_layout.kv_geometry(&batch.config, num_pages);
     let mut kv = buffers(&kv_geometry, &batch.config, random);
+    // The scales of rows that no query attends to are NaN and infinities.
+    let scaled = batch.config.dtypes.scaled;
+    let mut scale_cache = scaled.then(|| poisoned(random, F32, &kv_geometry.scale_dims()));
     let mut block_table: Vec<i32> = (0..slots * max_pages).map(|_| random.hostile_i32()).collect();
     let mut free: Vec<usize> = (0..num_pages).collect();
     random.shuffle(&mut free);
     for (sequence, table) in batch.sequences.iter().zip(block_table.chunks_exact_mut(max_pages.max(1))) {
         let pages: Vec<usize> = free.drain(free.len() - pages_of(sequence)..).collect();
         let visible_keys = batch.visible_keys(sequence);
-        put_sequence(&mut kv, &kv_geometry, sequence, &visible_keys, |j| (pages[j / page_size], j % page_size));
+        let to = (kv.as_mut_slice(), scale_cache.as_mut());
+        put_sequence(to, &kv_geometry, sequence, &visible_keys, |j| (pages[j / page_size], j % page_size));
         for (index, entry) in table.iter_mut().take(pages.len()).enumerate() {
             let end = visible_keys.len().min((index + 1) * page_size);
             // A server that reuses pages behind the sliding window leaves table entries that point at data of another
@@ -481,7 +497,7 @@ fn store_pages(batch: &Batch, memory_layout: &MemoryLayout, random: &mut Random)
     }
     let starts =
         if memory_layout.seqused_k { unread_starts(random) } else { differences(batch, memory_layout, random) };
-    StoredKeys { kv_geometry, kv, starts, max_pages, block_table }
+    StoredKeys { kv_geometry, kv, scale_cache, starts, max_pages, block_table }
 }
 
 /// `cu_seqlens_k` where the operator does not read it: any length and any numbers.

@@ -1,6 +1,6 @@
 //! Attention problems as numbers: the sequences of a batch, their sizes and options, independent of a memory layout.
 
-use super::{BF16, Dtype, F8E4M3FN, F8E5M2, F16, F32, Mask, Numbers, Random, Tree, bounded, random_tree, shown};
+use super::{BF16, Dtype, F8E4M3FN, F8E5M2, F16, F32, I8, Mask, Numbers, Random, Tree, bounded, random_tree, shown};
 use std::fmt;
 
 /// Dtypes of the queries, of keys and values, and of the output.
@@ -9,6 +9,8 @@ pub struct Dtypes {
     pub q: Dtype,
     pub kv: Dtype,
     pub out: Dtype,
+    /// Whether each row of keys and values has a scale, in `kv_scale_cache`.
+    pub scaled: bool,
 }
 
 impl Dtypes {
@@ -30,22 +32,37 @@ impl Dtypes {
     ];
 
     pub const fn same(dtype: Dtype) -> Self {
-        Self { q: dtype, kv: dtype, out: dtype }
+        Self { q: dtype, kv: dtype, out: dtype, scaled: false }
     }
 
     /// Queries in one dtype over a cache in another.
     pub const fn over(q: Dtype, kv: Dtype) -> Self {
-        Self { q, kv, out: q }
+        Self { q, kv, out: q, scaled: false }
     }
 
     /// Queries, keys and values in f8e4m3fn.
     pub const fn narrow(out: Dtype) -> Self {
-        Self { q: F8E4M3FN, kv: F8E4M3FN, out }
+        Self { q: F8E4M3FN, kv: F8E4M3FN, out, scaled: false }
     }
 
     /// An output of f32, for results that are merged.
     pub const fn wide(q: Dtype, kv: Dtype) -> Self {
-        Self { q, kv, out: F32 }
+        Self { q, kv, out: F32, scaled: false }
+    }
+
+    /// Those of paged caches with a scale per row.
+    pub const SCALED: [Self; 6] = [
+        Self::scaled(BF16, I8, BF16),
+        Self::scaled(F16, F8E4M3FN, F16),
+        Self::scaled(BF16, F8E4M3FN, BF16),
+        Self::scaled(F16, I8, F16),
+        Self::scaled(BF16, I8, F32),
+        Self::scaled(F16, F8E4M3FN, F32),
+    ];
+
+    /// Queries over a cache with a scale per row.
+    pub const fn scaled(q: Dtype, kv: Dtype, out: Dtype) -> Self {
+        Self { q, kv, out, scaled: true }
     }
 
     /// The dtype in which the naive formula computes: the narrower one of the queries and the output, and not f8.
@@ -62,7 +79,8 @@ impl From<Dtype> for Dtypes {
 
 impl fmt::Debug for Dtypes {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        write!(f, "{:?} over {:?} to {:?}", self.q, self.kv, self.out)
+        let scaled = if self.scaled { " with scales" } else { "" };
+        write!(f, "{:?} over {:?}{scaled} to {:?}", self.q, self.kv, self.out)
     }
 }
 
@@ -364,6 +382,8 @@ fn draw(config: &AttentionConfig, (len_q, len_k): (usize, usize), sharpness: f64
     let mut rows = |rows: usize, heads: usize, dim: usize, dtype: Dtype, size: f64| -> Vec<f64> {
         (0..rows * heads * dim).map(|_| dtype.round(size * random.normal())).collect()
     };
+    // A cache quantizes its rows.
+    let kv = if config.dtypes.scaled { F32 } else { config.dtypes.kv };
     SequenceData {
         len_q,
         len_k,
@@ -372,8 +392,8 @@ fn draw(config: &AttentionConfig, (len_q, len_k): (usize, usize), sharpness: f64
         key_ranges: Vec::new(),
         tree: None,
         q: rows(len_q, config.q_heads, config.head_dim, config.dtypes.q, sharpness),
-        k: rows(len_k, config.kv_heads, config.head_dim, config.dtypes.kv, 1.0),
-        v: rows(len_k, config.kv_heads, config.value_dim, config.dtypes.kv, 1.0),
+        k: rows(len_k, config.kv_heads, config.head_dim, kv, 1.0),
+        v: rows(len_k, config.kv_heads, config.value_dim, kv, 1.0),
         slopes: Vec::new(),
     }
 }

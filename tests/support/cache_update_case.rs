@@ -2,7 +2,7 @@
 
 use super::{
     ATTENTION_DTYPES, Array, Attr, Dtype, F8E4M3FN, F8E5M2, F32, Invocation, KvGeometry, KvLayout, Random, count, f32s,
-    for_both_sides, kv_cache_update, slot_mapping,
+    for_both_sides, kv_cache_update, quantized_cache_update, slot_mapping,
 };
 use xla_attention::Op;
 
@@ -16,6 +16,8 @@ with_defaults! {
         pub dtype: Dtype = F32,
         /// Dtype of the caches, if they are quantized.
         pub fp8: Option<Dtype> = None,
+        /// Whether the rows of the cache, of i8 or f8e4m3fn, have scales.
+        pub scaled: bool = false,
         pub num_pages: usize = 3,
         pub page_size: usize = 4,
         pub heads: usize = 2,
@@ -100,7 +102,8 @@ impl CacheUpdateCase {
         let mut call = Invocation::of(op, operand, |_| Attr::I64(self.layout.kv_layout()));
         call.description = format!("{self:?}, in place: {in_place}");
         let caches = if split { &["k_cache", "v_cache"][..] } else { &["kv_cache"] };
-        caches.iter().enumerate().fold(call, |call, (index, name)| call.updated(name, index, in_place))
+        let call = caches.iter().enumerate().fold(call, |call, (index, name)| call.updated(name, index, in_place));
+        if self.scaled { call.updated_by_name("kv_scale_cache", in_place) } else { call }
     }
 
     /// The operand of this name; `None` if the case leaves it out.
@@ -113,13 +116,28 @@ impl CacheUpdateCase {
             "slot_mapping" => Some(slot_mapping(&self.slots, self.wide_slots)),
             "k_scale" => f32s(self.scales[0].as_ref()),
             "v_scale" => f32s(self.scales[1].as_ref()),
+            "kv_scale_cache" => self.scaled.then(|| self.scale_cache()),
             _ => panic!("no operand of an update is called {name}"),
         }
     }
 
-    /// The caches after the update.
+    /// The scales before the update, with random bits.
+    pub fn scale_cache(&self) -> Array {
+        any_bits(F32, &self.kv_geometry().scale_dims(), self.seed + 900)
+    }
+
+    /// The caches after the update, and the scales if the rows have them.
     pub fn expected(&self) -> Vec<Array> {
-        kv_cache_update(&self.caches(), &self.kv_geometry(), &self.rows(), &self.slots, &self.scales)
+        self.expected_of(&self.rows())
+    }
+
+    /// The same of other rows.
+    pub fn expected_of(&self, rows: &[Array; 2]) -> Vec<Array> {
+        if self.scaled {
+            let before = (&self.caches()[0], &self.scale_cache());
+            return quantized_cache_update(before, &self.kv_geometry(), rows, &self.slots).to_vec();
+        }
+        kv_cache_update(&self.caches(), &self.kv_geometry(), rows, &self.slots, &self.scales)
     }
 
     /// Asserts that the update leaves the expected caches, in place and into separate results.

@@ -84,7 +84,7 @@ impl CostSizes {
             dims: [self.head_dim; 2],
         };
         let spec = BatchSpec {
-            dtypes: Dtypes { q: self.dtype, kv: self.kv_dtype, out },
+            dtypes: Dtypes { q: self.dtype, kv: self.kv_dtype, out, scaled: false },
             heads: self.heads,
             head_dim: self.head_dim,
             mask: if paged { Mask::CAUSAL } else { Mask::FULL },
@@ -161,7 +161,16 @@ pub fn paged_attention_update(sizes: CostSizes, starts_q: &[i32], starts_k: &[i3
     let case = sizes.case(Op::PagedAttention, starts_q, starts_k);
     let row = ones(sizes.dtype, &dims_of(&[sizes.rows, sizes.heads.1, sizes.head_dim]));
     let (before, slots) = (case.kv[0].clone(), vec![-1; sizes.rows]);
-    PagedUpdateCase { attention: case, before, key: row.clone(), value: row, slots, wide_slots: false }.invocation(true)
+    PagedUpdateCase {
+        attention: case,
+        before,
+        scales_before: None,
+        key: row.clone(),
+        value: row,
+        slots,
+        wide_slots: false,
+    }
+    .invocation(true)
 }
 
 pub fn kv_cache_update(sizes: CostSizes, slots: &[i32]) -> Invocation {

@@ -1,8 +1,8 @@
 //! Calls of `gather_kv_cache`, and the results that they must have.
 
 use super::{
-    Array, Attr, Dtype, F32, I32, Invocation, KvGeometry, KvLayout, Numbers, caches, dims_of, f32s, for_both_sides,
-    i32s,
+    Array, Attr, Dtype, F32, I32, Invocation, KvGeometry, KvLayout, Numbers, Random, caches, count, dims_of, f32s,
+    for_both_sides, i32s,
 };
 use xla_attention::Op;
 
@@ -29,6 +29,8 @@ with_defaults! {
         pub capacity: usize = 17,
         /// `k_scale` and `v_scale`.
         pub scales: [Option<Vec<f32>>; 2] = [None, None],
+        /// Whether the rows of the cache have scales.
+        pub scaled: bool = false,
         pub seed: u64 = 1,
     }
 }
@@ -42,6 +44,14 @@ impl GatherCase {
     /// The cache, or the caches of keys and of values, with random contents.
     pub fn caches(&self) -> Vec<Array> {
         caches(&self.kv_geometry(), self.dtype, self.seed)
+    }
+
+    /// The scales of the rows, a few of which are NaN.
+    fn scale_cache(&self) -> Array {
+        let mut random = Random::new(self.seed + 800);
+        let dims = self.kv_geometry().scale_dims();
+        let scale = |random: &mut Random| if random.chance(5) { f64::NAN } else { random.normal() };
+        Array::new(F32, &dims, &(0..count(&dims)).map(|_| scale(&mut random)).collect::<Vec<_>>())
     }
 
     fn result_dims(&self) -> [Vec<i64>; 2] {
@@ -62,6 +72,7 @@ impl GatherCase {
             "block_tables" => Some(Array::i32s(&[seqs, self.max_pages as i64], &self.tables)),
             "context_lens" => Some(i32s(&self.lens)),
             "k_scale" => f32s(self.scales[0].as_ref()),
+            "kv_scale_cache" => self.scaled.then(|| self.scale_cache()),
             _ => f32s(self.scales[1].as_ref()),
         };
         let call = Invocation::of(Op::GatherKvCache, operand, |_| Attr::I64(self.layout.kv_layout()));
@@ -88,6 +99,7 @@ impl GatherCase {
     /// Keys, values and `cu_seqlens`.
     pub fn expected(&self) -> [Array; 3] {
         let caches = self.caches();
+        let row_scales = if self.scaled { self.scale_cache().values() } else { vec![] };
         let (rows, starts) = self.rows();
         let (kv_geometry, size) = (self.kv_geometry(), self.dtype.size());
         let [keys, values] = [0, 1].map(|value| {
@@ -101,7 +113,9 @@ impl GatherCase {
                     to[..from.len()].copy_from_slice(from);
                     continue;
                 }
+                let row_scale = row_scales.get(at / width).copied();
                 let factor = self.scales[value].as_ref().map_or(1.0, |s| s[if s.len() == 1 { 0 } else { head }]);
+                let factor = row_scale.map_or(factor, |scale| scale as f32);
                 for (from, to) in from.chunks_exact(size).zip(to.chunks_exact_mut(self.out.size())) {
                     let product = self.dtype.decode(from) as f32 * factor;
                     to.copy_from_slice(&self.out.encode(f64::from(product)));

@@ -95,6 +95,12 @@ impl Invocation {
         call
     }
 
+    /// Adds a result with dtype and shape of the operand of its name, and with its memory if `in_place`.
+    pub fn updated_by_name(self, name: &'static str, in_place: bool) -> Self {
+        let operand = self.operands.iter().position(|(of, _)| *of == name).unwrap();
+        self.updated(name, operand, in_place)
+    }
+
     /// Replaces the operand of this name.
     pub fn with_operand(mut self, name: &'static str, array: Array) -> Self {
         self.operands.iter_mut().find(|(n, _)| *n == name).unwrap().1 = array;

@@ -14,15 +14,15 @@ pub struct BufferView<'a> {
 /// Operands that may be strided. All other operands must be dense; a result in an operand's memory has its strides.
 pub fn may_be_strided(op: Op) -> &'static [&'static str] {
     match op {
-        Op::PagedAttention => &["query", "kv_cache", "block_tables"],
-        Op::PagedAttentionUpdate => &["query", "kv_cache", "block_tables", "key", "value"],
+        Op::PagedAttention => &["query", "kv_cache", "block_tables", "kv_scale_cache"],
+        Op::PagedAttentionUpdate => &["query", "kv_cache", "block_tables", "key", "value", "kv_scale_cache"],
         Op::FlashAttnVarlen => &["q", "k", "v", "block_table"],
         Op::FlashAttnVarlenBwd => &["dout", "q", "k", "v", "out"],
-        Op::KvCacheUpdate => &["kv_cache", "key", "value"],
+        Op::KvCacheUpdate => &["kv_cache", "key", "value", "kv_scale_cache"],
         Op::KvCacheUpdateSplit => &["k_cache", "v_cache", "key", "value"],
         Op::RopeKvCacheUpdate => &["kv_cache", "query", "key", "value", "cos_sin"],
         Op::MergeAttentionStates => &["out_a", "out_b"],
-        Op::GatherKvCache => &["k_cache", "v_cache", "block_tables"],
+        Op::GatherKvCache => &["k_cache", "v_cache", "block_tables", "kv_scale_cache"],
         Op::MlaPagedAttention => &["q", "kv_cache", "block_table"],
         Op::MlaPagedAttentionUpdate => &["q", "kv_cache", "block_table", "c_kv", "k_pe"],
         Op::SimpleAdd => &[],

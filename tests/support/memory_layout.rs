@@ -1,6 +1,6 @@
 //! How the numbers of a batch lie in the operands of a call, and what surrounds them.
 
-use super::{Array, AttentionConfig, BF16, Dtype, F8E4M3FN, F8E5M2, F16, F32, Numbers, Random, count};
+use super::{Array, AttentionConfig, BF16, Dtype, F8E4M3FN, F8E5M2, F16, F32, I8, Numbers, Random, count};
 use half::{bf16, f16};
 
 /// Layouts of keys and values (`docs/semantics.md#kv-caches`).
@@ -172,6 +172,8 @@ fn poisons(dtype: Dtype) -> &'static [&'static [u8]] {
         BF16 => &[&[0xc0, 0x7f], &[0xff; 2], &[0x81, 0x7f], &[0x80, 0x7f], &[0x80, 0xff]],
         F8E5M2 => &[&[0x7e], &[0xff], &[0x7d], &[0x7c], &[0xfc]],
         F8E4M3FN => &[&[0x7f], &[0xff]],
+        // No NaN: the scales of rows hold it.
+        I8 => &[&[0x80], &[0x7f], &[0x81], &[0], &[0x55]],
         _ => panic!("{dtype:?} is no type of attention"),
     }
 }

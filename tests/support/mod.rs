@@ -71,6 +71,7 @@ mod random;
 mod random_calls;
 mod reference_case;
 mod rope_case;
+mod scaled_cache;
 mod simple_add;
 mod strided;
 mod summary;
@@ -83,5 +84,5 @@ pub use self::{
     call_frame::*, covering_array::*, expected_rows::*, gather_case::*, gradient_case::*, gradients::*, guard_page::*,
     host::*, invocation::*, library_call::*, memory_layout::*, mla_case::*, named_batches::*, oracle::*,
     paged_update_case::*, pairwise_options::*, pools::*, random::*, random_calls::*, reference_case::*, rope_case::*,
-    simple_add::*, strided::*, summary::*, test_device::*, tree_mask::*,
+    scaled_cache::*, simple_add::*, strided::*, summary::*, test_device::*, tree_mask::*,
 };

@@ -127,6 +127,8 @@ pub struct Head<'a> {
     /// The tree, if the sequence has one.
     pub tree: Option<TreeOf<'a>>,
     pub bias: Option<BiasOf<'a>>,
+    /// Whether keys and values are products of codes and scales, which the naive formula rounds to its dtype.
+    pub dequantized: bool,
     /// D and Dv.
     pub dims: [usize; 2],
     /// `[D]`.
@@ -262,10 +264,13 @@ fn attend_rounding(
     }
     let scale: f32 = score.scales.iter().product();
     let cap = score.softcap;
+    let rounded = |row: &[f64]| row.iter().map(|x| f64::from(round(*x as f32))).collect::<Vec<_>>();
     let scores: Vec<f32> = visible
         .iter()
         .map(|&j| {
-            let s = round(scale * round(dot_in_f32((head.query)(i), (head.key)(j))));
+            let key = (head.key)(j);
+            let key = if head.dequantized { &rounded(key) } else { key };
+            let s = round(scale * round(dot_in_f32((head.query)(i), key)));
             let s = if cap > 0.0 { round(cap * round((s / cap).tanh())) } else { s };
             let s = score.slope.map_or(s, |slope| round(s - round(slope * head.distance(score.mask, i, j) as f32)));
             head.bias.as_ref().map_or(s, |bias| round(s + round(bias(i, j) as f32)))
@@ -280,7 +285,9 @@ fn attend_rounding(
     let mut out = vec![0.0f32; head.dims[1]];
     for (j, s) in visible.into_iter().zip(&scores) {
         let p = round(weigh((s - largest).exp()) / denominator);
-        for (o, v) in out.iter_mut().zip((head.value)(j)) {
+        let value = (head.value)(j);
+        let value = if head.dequantized { &rounded(value) } else { value };
+        for (o, v) in out.iter_mut().zip(value) {
             *o += p * *v as f32;
         }
     }

@@ -2,9 +2,9 @@
 //! cache yet.
 
 use super::{
-    Array, AttentionCase, Attr, BF16, Batch, Comparison, Dtype, FP8_DTYPES, InvalidMetadata, Invocation, MemoryLayout,
-    Random, ReferenceCase, assert_matches_expected, expected_rows, for_both_sides, kv_cache_update, poisoned, put,
-    slot_mapping,
+    Array, AttentionCase, Attr, BF16, Batch, Comparison, Dtype, F32, InvalidMetadata, Invocation, MemoryLayout, Random,
+    ReferenceCase, U8, assert_matches_expected, dequantized, expected_rows, for_both_sides, kv_cache_update, poisoned,
+    put, put_scale, quantized_cache_update, slot_mapping,
 };
 use xla_attention::Op;
 
@@ -15,6 +15,8 @@ pub struct PagedUpdateCase {
     pub attention: AttentionCase,
     /// The cache before the update, with NaN in the slots of new tokens.
     pub before: Array,
+    /// Its scales before the update, likewise.
+    pub scales_before: Option<Array>,
     /// `[T, Hkv, D]`, as `value`.
     pub key: Array,
     pub value: Array,
@@ -31,7 +33,7 @@ impl PagedUpdateCase {
         let kv = batch.config.dtypes.kv;
         // A quantized cache takes rows in the dtype of the queries, or in bf16 if those are fp8 too.
         let like = if batch.config.dtypes.q.size() > 1 { batch.config.dtypes.q } else { BF16 };
-        Self::of_rows(batch, memory_layout, if FP8_DTYPES.contains(&kv) { like } else { kv })
+        Self::of_rows(batch, memory_layout, if kv.size() == 1 { like } else { kv })
     }
 
     /// The same with keys and values in this dtype.
@@ -41,7 +43,7 @@ impl PagedUpdateCase {
         let slots = slots_of_rows(&case, batch, &mut random);
         let [key, value] = [&case.config.k_scale, &case.config.v_scale]
             .map(|scale| new_rows(&case, &slots, dtype, scale.as_deref(), &mut random));
-        let mut before = case.kv[0].clone();
+        let (mut before, mut scales_before) = (case.kv[0].clone(), case.scale_cache.clone());
         for slot in slots.iter().filter_map(|&slot| case.kv_geometry.valid_slot(slot)) {
             for (value, head) in (0..2).flat_map(|value| (0..case.config.kv_heads).map(move |head| (value, head))) {
                 put(
@@ -49,10 +51,14 @@ impl PagedUpdateCase {
                     case.kv_geometry.slot_element(value, slot, head).1,
                     &vec![f64::NAN; case.config.head_dim],
                 );
+                if let Some(scales) = &mut scales_before {
+                    let (page, token) = (slot / case.kv_geometry.page_size, slot % case.kv_geometry.page_size);
+                    put_scale(scales, case.kv_geometry.scale_at(value, page, token, head), f32::NAN);
+                }
             }
         }
         let wide_slots = random.below(2) == 0;
-        let mut update = Self { attention: case, before, key, value, slots, wide_slots };
+        let mut update = Self { attention: case, before, scales_before, key, value, slots, wide_slots };
         update.recompute_cache();
         update
     }
@@ -60,6 +66,13 @@ impl PagedUpdateCase {
     /// Recomputes the cache after the update, when a test has changed `slots`, `key` or `value`.
     pub fn recompute_cache(&mut self) {
         let rows = [self.key.clone(), self.value.clone()];
+        if let Some(scales) = &self.scales_before {
+            let geometry = &self.attention.kv_geometry;
+            let [cache, scales] = quantized_cache_update((&self.before, scales), geometry, &rows, &self.slots);
+            self.attention.kv_values = vec![dequantized(&cache, &scales)];
+            (self.attention.kv, self.attention.scale_cache) = (vec![cache], Some(scales));
+            return;
+        }
         let before = std::slice::from_ref(&self.before);
         self.attention.kv = kv_cache_update(before, &self.attention.kv_geometry, &rows, &self.slots, &self.scales());
         self.attention.kv_values = vec![self.cache().values()];
@@ -84,6 +97,7 @@ impl PagedUpdateCase {
     fn operand(&self, name: &str) -> Option<Array> {
         match name {
             "kv_cache" => Some(self.before.clone()),
+            "kv_scale_cache" => self.scales_before.clone(),
             "key" => Some(self.key.clone()),
             "value" => Some(self.value.clone()),
             "slot_mapping" => Some(slot_mapping(&self.slots, self.wide_slots)),
@@ -94,7 +108,10 @@ impl PagedUpdateCase {
     /// The two calls that must give the same results: the update, and attention over the updated cache.
     pub fn in_two_calls(&self) -> [Invocation; 2] {
         let update = Invocation::of(Op::KvCacheUpdate, |name| self.operand(name), |_| Attr::I64(1));
-        [update.updated("kv_cache", 0, false), self.attention.invocation()]
+        let update = update.updated("kv_cache", 0, false);
+        let update =
+            if self.scales_before.is_some() { update.updated_by_name("kv_scale_cache", false) } else { update };
+        [update, self.attention.invocation()]
     }
 }
 
@@ -111,6 +128,14 @@ pub fn with_updated_cache(
     call.results.extend(results.by_ref().take(1));
     call = call.updated("kv_cache", 1, in_place);
     call.results.extend(results);
+    if attention.scale_cache.is_some() {
+        // The optional results before the scales.
+        let left_out = [("softmax_lse", F32), ("workspace", U8)];
+        for (name, dtype) in left_out.into_iter().skip(call.results.len() - 2) {
+            call = call.result(name, dtype, &[0]);
+        }
+        call = call.updated_by_name("kv_scale_cache", in_place);
+    }
     call
 }
 
@@ -137,6 +162,9 @@ impl ReferenceCase for PagedUpdateCase {
         let expected_rows = expected_rows(&self.attention, invalid_metadata);
         Box::new(move |results| {
             assert!(same_numbers(&results[1], self.cache()), "{}: the cache differs", self.attention.name);
+            if let Some(scales) = &self.attention.scale_cache {
+                assert!(results[4] == *scales, "{}: the scales differ", self.attention.name);
+            }
             assert_matches_expected(
                 &self.attention,
                 &expected_rows,
@@ -153,7 +181,12 @@ impl ReferenceCase for PagedUpdateCase {
             (self.comparison(InvalidMetadata::Unspecified), &self.attention.name, vec![]);
         for_both_sides(|side| {
             let [update, attention] = self.in_two_calls();
-            assert!(same_numbers(&update.results(side)[0], self.cache()), "{name}: the update alone differs");
+            let updated = update.results(side);
+            assert!(same_numbers(&updated[0], self.cache()), "{name}: the update alone differs");
+            assert!(
+                self.attention.scale_cache.as_ref() == updated.get(1),
+                "{name}: the scales of the update alone differ"
+            );
             let separate = attention.results(side);
             for in_place in [true, false] {
                 let results = self.invocation(in_place).results(side);

@@ -1,8 +1,8 @@
 //! Addresses of the K and V rows of a block of keys, in pages or packed.
 
 use super::sequences::{LONGEST_COVER, Sequence, SequenceKeys, Window};
-use crate::problem::KvView;
 use crate::problem::attention::{Attention, KeyStorage, PageTable};
+use crate::problem::{KvScaleCache, KvView};
 use std::ops::Range;
 
 /// Maximum keys of a block.
@@ -40,6 +40,23 @@ pub(super) struct KvTensors {
     pub(super) v: StridedRows,
     /// `None` for packed keys.
     table: Option<PageTable>,
+    /// The scales of the rows.
+    pub(super) scales: Option<ScaleRows>,
+}
+
+/// Scales of the rows of K and V, whose places differ by a constant.
+#[derive(Clone, Copy)]
+pub(super) struct ScaleRows {
+    k: StridedRows,
+    /// Bytes from the scale of a K row to that of the V row.
+    to_v: isize,
+}
+
+impl ScaleRows {
+    fn of(scales: &KvScaleCache) -> Self {
+        let to_v = scales.v.data as isize - scales.k.data as isize;
+        Self { k: StridedRows::of(&scales.k, size_of::<f32>(), 1), to_v }
+    }
 }
 
 impl KvTensors {
@@ -52,6 +69,7 @@ impl KvTensors {
                 KeyStorage::Contiguous { .. } => None,
                 KeyStorage::Paged(table) => Some(table),
             },
+            scales: problem.scale_cache.as_ref().map(ScaleRows::of),
         }
     }
 }
@@ -62,6 +80,8 @@ pub(super) struct BlockRows {
     k: [*const u8; BLOCK],
     /// V rows of KV head 0, padded in the same way.
     v: [*const u8; BLOCK],
+    /// Scales of the K rows of KV head 0, of the keys in the block; of a cache without scales not set.
+    scales: [*const u8; BLOCK],
     /// Position of the first key in the sequence.
     pub(super) first: usize,
     /// Keys in the block.
@@ -72,7 +92,8 @@ pub(super) struct BlockRows {
 
 impl BlockRows {
     pub(super) fn empty() -> Self {
-        Self { k: [std::ptr::null(); BLOCK], v: [std::ptr::null(); BLOCK], first: 0, len: 0, padded_len: 1 }
+        let none = [std::ptr::null(); BLOCK];
+        Self { k: none, v: none, scales: none, first: 0, len: 0, padded_len: 1 }
     }
 
     /// Make this the block of the sequence's `keys`, with row addresses up to a multiple of `padding`, a power of two
@@ -118,9 +139,12 @@ impl BlockRows {
         let at = |rows: &StridedRows, i: usize| {
             rows.data.wrapping_offset(page * rows.page + (token + i) as isize * rows.token)
         };
-        for (i, index) in range.enumerate() {
+        for (i, index) in range.clone().enumerate() {
             self.k[index] = at(&kv.k, i);
             self.v[index] = at(&kv.v, i);
+        }
+        if let Some(scales) = &kv.scales {
+            range.enumerate().for_each(|(i, index)| self.scales[index] = at(&scales.k, i));
         }
     }
 
@@ -138,6 +162,13 @@ impl BlockRows {
             (self.k[j], self.v[j]) = (self.k[shown], self.v[shown]);
         }
         true
+    }
+
+    /// The scales of the rows of one KV head.
+    #[inline(always)]
+    pub(super) fn scales_of_head(&self, scales: &ScaleRows, head: usize) -> HeadScales<'_> {
+        let k_offset = head as isize * scales.k.head;
+        HeadScales { scales: &self.scales[..self.len], k_offset, v_offset: k_offset + scales.to_v }
     }
 
     /// The rows of one KV head.
@@ -165,5 +196,32 @@ impl HeadRows<'_> {
     #[inline(always)]
     pub(super) fn v(&self, j: usize) -> *const u8 {
         self.block.v[j].wrapping_offset(self.v_offset)
+    }
+}
+
+/// Addresses of the scales of a block's rows for one KV head.
+#[derive(Clone, Copy)]
+pub(super) struct HeadScales<'a> {
+    scales: &'a [*const u8],
+    k_offset: isize,
+    v_offset: isize,
+}
+
+impl HeadScales<'_> {
+    /// Keys of the block.
+    #[inline(always)]
+    pub(super) fn len(&self) -> usize {
+        self.scales.len()
+    }
+
+    /// The scales of the K row and of the V row of the block's key `j`.
+    ///
+    /// # Safety
+    /// `j` is below the block's length, and its scales are readable.
+    #[inline(always)]
+    pub(super) unsafe fn of_key(&self, j: usize) -> (f32, f32) {
+        let at = |offset| self.scales[j].wrapping_offset(offset).cast::<f32>();
+        // SAFETY: the caller guarantees readable scales.
+        unsafe { (at(self.k_offset).read(), at(self.v_offset).read()) }
     }
 }

@@ -1,6 +1,6 @@
 //! One block step: what a kernel is given for a block of keys, and what it does with it.
 
-use super::block_rows::HeadRows;
+use super::block_rows::{HeadRows, HeadScales};
 use super::lanes::FwdLanes;
 use super::prefetcher::Prefetcher;
 use super::score::LogitsTransform;
@@ -11,6 +11,8 @@ use crate::tensor::DType;
 /// A block of keys, and the queries of one KV head that attend to it.
 pub(super) struct BlockStep<'a> {
     pub(super) rows: HeadRows<'a>,
+    /// Where the scales of the keys are, of a cache that has them.
+    pub(super) scales: Option<HeadScales<'a>>,
     /// Packed queries of the KV head, in the work tile's layout (`softmax_state`).
     pub(super) q: *const f32,
     pub(super) state: SoftmaxState,
@@ -33,6 +35,8 @@ pub(super) struct BlockBuffers {
     pub(super) k: *mut f32,
     /// Packed V: `[Dv / MR][BLOCK / E][MR]`, with Dv padded to whole vectors.
     pub(super) v: *mut f32,
+    /// Two times [`super::key_scales::SCALES`] scales of keys, of a cache that has them.
+    pub(super) scales: *mut f32,
 }
 
 /// How many keys and KV heads are attended to while the next ones are prefetched.

@@ -13,6 +13,7 @@
 
 use super::block_rows::BLOCK;
 use super::block_step::{BlockBuffers, BlockKernel, BlockSize, BlockStep};
+use super::key_scales::KeyScales;
 use super::packing::pack_block;
 use super::prefetcher::Prefetcher;
 use super::score::{KeyPositions, MaskAndBias};
@@ -44,14 +45,15 @@ impl<S: Simd> BlockKernel<S> for GemmKernel {
         // it.
         unsafe {
             pack_block(simd, &block_step, buffers);
+            let scales = block_step.scales.map(|from| KeyScales::load_per_key(from, buffers.scales));
             for panel in 0..panels {
                 let lane = panel * PANEL_VECTORS * S::LANES;
                 let prefetcher = (&mut *prefetcher, prefetch_bytes);
                 match (lanes - lane > S::LANES, S::MR) {
-                    (true, 4) => attend_panel::<S, 2, 4>(simd, &block_step, lane, prefetcher, buffers),
-                    (true, _) => attend_panel::<S, 2, 8>(simd, &block_step, lane, prefetcher, buffers),
-                    (false, 4) => attend_panel::<S, 1, 4>(simd, &block_step, lane, prefetcher, buffers),
-                    (false, _) => attend_panel::<S, 1, 8>(simd, &block_step, lane, prefetcher, buffers),
+                    (true, 4) => attend_panel::<S, 2, 4>(simd, &block_step, scales, lane, prefetcher, buffers),
+                    (true, _) => attend_panel::<S, 2, 8>(simd, &block_step, scales, lane, prefetcher, buffers),
+                    (false, 4) => attend_panel::<S, 1, 4>(simd, &block_step, scales, lane, prefetcher, buffers),
+                    (false, _) => attend_panel::<S, 1, 8>(simd, &block_step, scales, lane, prefetcher, buffers),
                 }
             }
         }
@@ -66,6 +68,7 @@ impl<S: Simd> BlockKernel<S> for GemmKernel {
 unsafe fn attend_panel<S: Simd, const NV: usize, const MR: usize>(
     simd: S,
     block_step: &BlockStep,
+    scales: Option<KeyScales>,
     lane: usize,
     (prefetcher, prefetch_bytes): (&mut Prefetcher, usize),
     buffers: BlockBuffers,
@@ -83,6 +86,7 @@ unsafe fn attend_panel<S: Simd, const NV: usize, const MR: usize>(
     let mask_and_bias = MaskAndBias {
         transform: block_step.transform,
         positions: KeyPositions { steps: keys.len(), first: keys.start, alternating: 1, stride: 1 },
+        scales: scales.map(|scales| scales.without_first(keys.start)),
         lanes: block_step.lanes,
         lane,
         head: block_step.head,

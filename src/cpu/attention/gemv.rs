@@ -9,6 +9,7 @@
 
 use super::block_rows::BLOCK;
 use super::block_step::{BlockBuffers, BlockKernel, BlockSize, BlockStep};
+use super::key_scales::KeyScales;
 use super::kv_loader::KvLoader;
 use super::prefetcher::Prefetcher;
 use super::score::{KeyPositions, MaskAndBias};
@@ -39,14 +40,13 @@ impl<S: Simd, L: KvLoader<S>, const ROWS: usize> BlockKernel<S> for GemvKernel<L
         let keys = <Self as BlockKernel<S>>::PADDING;
         let first = rows.block.first;
         let (groups, padded_len) = (rows.block.len.div_ceil(keys), rows.block.len.next_multiple_of(keys));
+        let steps = groups * S::ELEMENTS_PER_LANE;
+        // SAFETY: the caller guarantees readable scales and their buffers, and at most BLOCK keys of ROWS lanes each.
+        let load_scales = |from| unsafe { KeyScales::load_per_lane::<S, ROWS>(from, steps, buffers.scales) };
         let mask_and_bias = MaskAndBias {
             transform: block_step.transform,
-            positions: KeyPositions {
-                steps: groups * S::ELEMENTS_PER_LANE,
-                first: 0,
-                alternating: S::ELEMENTS_PER_LANE,
-                stride: keys,
-            },
+            positions: KeyPositions { steps, first: 0, alternating: S::ELEMENTS_PER_LANE, stride: keys },
+            scales: block_step.scales.map(load_scales),
             lanes,
             lane: 0,
             head: block_step.head,

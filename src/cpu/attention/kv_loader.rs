@@ -62,7 +62,7 @@ pub(in crate::cpu) trait KvLoader<S: Simd>: Copy {
     }
 }
 
-/// f32, f16 or bf16 as f32, one per lane.
+/// f32, f16, bf16 or i8 as f32, one per lane.
 pub(in crate::cpu) struct AsF32<T>(PhantomData<T>);
 
 impl<T> Clone for AsF32<T> {
@@ -147,11 +147,11 @@ impl<S: Simd> KvLoader<S> for Bf16Pairs {
     }
 }
 
-/// 8-bit floats as bf16, two per lane.
+/// 8-bit floats, or i8, as bf16, two per lane.
 #[derive(Clone, Copy)]
-pub(super) struct Fp8AsBf16Pairs<S: Simd>(S::Fp8Table);
+pub(super) struct Fp8AsBf16Pairs<S: Simd, const I8: bool>(S::Fp8Table);
 
-impl<S: Simd> KvLoader<S> for Fp8AsBf16Pairs<S> {
+impl<S: Simd, const I8: bool> KvLoader<S> for Fp8AsBf16Pairs<S, I8> {
     const BYTES: usize = 1;
     #[inline(always)]
     fn new(simd: S, dtype: DType) -> Self {
@@ -160,22 +160,22 @@ impl<S: Simd> KvLoader<S> for Fp8AsBf16Pairs<S> {
     #[inline(always)]
     unsafe fn load(self, simd: S, row: *const u8, left: usize) -> S::V {
         // SAFETY: no more than the `left` elements that the caller says are readable.
-        unsafe { simd.load_fp8_pairs(self.0, row, left.min(2 * S::LANES)) }
+        unsafe { simd.load_fp8_pairs::<I8>(self.0, row, left.min(2 * S::LANES)) }
     }
     #[inline(always)]
     unsafe fn load_interleaved(self, simd: S, rows: (*const u8, *const u8), left: usize) -> S::V {
         // SAFETY: no more than the `left` columns that the caller says are readable in both rows.
-        unsafe { simd.interleave_fp8(self.0, rows.0, rows.1, left.min(S::LANES)) }
+        unsafe { simd.interleave_fp8::<I8>(self.0, rows.0, rows.1, left.min(S::LANES)) }
     }
     const PREFERS_LOAD_2: bool = true;
     #[inline(always)]
     unsafe fn load_2(self, simd: S, row: *const u8) -> [S::V; 2] {
         // SAFETY: E is 2 here, so the caller guarantees 4 * LANES readable elements.
-        unsafe { simd.load_fp8_pairs_2(self.0, row) }
+        unsafe { simd.load_fp8_pairs_2::<I8>(self.0, row) }
     }
     #[inline(always)]
     unsafe fn load_interleaved_4(self, simd: S, rows: (*const u8, *const u8)) -> [S::V; 4] {
         // SAFETY: E is 2 here, so the caller guarantees 4 * LANES readable columns in both rows.
-        unsafe { simd.interleave_fp8_4(self.0, rows.0, rows.1) }
+        unsafe { simd.interleave_fp8_4::<I8>(self.0, rows.0, rows.1) }
     }
 }

@@ -23,6 +23,7 @@ mod block_step;
 mod epilogue;
 mod gemm;
 mod gemv;
+mod key_scales;
 pub(super) mod kv_loader;
 mod lanes;
 pub(super) mod packing;

@@ -39,10 +39,12 @@ impl SimdKernel for PackBlock<'_> {
         unsafe {
             match dtype {
                 DType::BF16 if S::ELEMENTS_PER_LANE == 2 => self.pack::<S, Bf16Pairs>(simd),
-                _ if S::ELEMENTS_PER_LANE == 2 => self.pack::<S, Fp8AsBf16Pairs<S>>(simd),
+                DType::I8 if S::ELEMENTS_PER_LANE == 2 => self.pack::<S, Fp8AsBf16Pairs<S, true>>(simd),
+                _ if S::ELEMENTS_PER_LANE == 2 => self.pack::<S, Fp8AsBf16Pairs<S, false>>(simd),
                 DType::F16 => self.pack::<S, AsF32<f16>>(simd),
                 DType::BF16 => self.pack::<S, AsF32<bf16>>(simd),
                 DType::F32 => self.pack::<S, AsF32<f32>>(simd),
+                DType::I8 => self.pack::<S, AsF32<i8>>(simd),
                 _ => self.pack::<S, Fp8AsF32>(simd),
             }
         }

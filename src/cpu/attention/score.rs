@@ -1,5 +1,6 @@
 //! From a product q·k to the score that the softmax takes: logits transform, bias, mask.
 
+use super::key_scales::KeyScales;
 use super::lanes::FwdLanes;
 use crate::cpu::elementary::tanh;
 use crate::cpu::simd::{Simd, SimdKernel};
@@ -101,6 +102,8 @@ impl KeyPositions {
 pub(super) struct MaskAndBias<'a> {
     pub(super) transform: LogitsTransform,
     pub(super) positions: KeyPositions,
+    /// Scales of the keys of the steps.
+    pub(super) scales: Option<KeyScales>,
     /// The lanes of the work tile; the scores are those of lanes from `lane` on.
     pub(super) lanes: &'a FwdLanes,
     pub(super) lane: usize,
@@ -117,7 +120,7 @@ impl MaskAndBias<'_> {
     #[inline(always)]
     pub(super) fn is_identity(&self) -> bool {
         // There is no bias either: with a bias the scale is applied first.
-        self.transform.scale_and_cap.is_none() && !self.masked
+        self.transform.scale_and_cap.is_none() && !self.masked && self.scales.is_none()
     }
 
     /// Turn products into scores, in place; scores of masked keys become -inf.
@@ -144,7 +147,7 @@ impl SimdKernel for ApplyMaskAndBias<'_> {
     type Output = ();
     #[inline(always)]
     unsafe fn run<S: Simd>(self, simd: S) {
-        let MaskAndBias { transform, positions, lanes, head, first, masked, .. } = self.mask_and_bias;
+        let MaskAndBias { transform, positions, scales, lanes, head, first, masked, .. } = self.mask_and_bias;
         let hidden = simd.splat(f32::NEG_INFINITY);
         for v in 0..self.vectors {
             let lane = self.mask_and_bias.lane + v * S::LANES;
@@ -155,6 +158,10 @@ impl SimdKernel for ApplyMaskAndBias<'_> {
                 let at = self.scores.wrapping_add((step * self.vectors + v) * S::LANES);
                 // SAFETY: step < steps and v < vectors, so `at` is one of the vectors of `scores`.
                 let mut s = unsafe { simd.load(at) };
+                if let Some(scales) = scales {
+                    // SAFETY: the scales were loaded for these steps.
+                    s = simd.mul(s, unsafe { scales.k(simd, step) });
+                }
                 if let Some(scale_and_cap) = transform.scale_and_cap {
                     s = scale_and_cap.logits(simd, s);
                 }

@@ -10,6 +10,8 @@ use crate::cpu::simd::{MAX_ELEMENTS_PER_LANE, Simd, SimdKernel};
 /// Turn the scores of a block into `p = 2^(s - m)` in place, where m is the running maximum, update m and l, and set
 /// `rescale` to the factor that brings o to the new m. m, l and `rescale` have NV vectors.
 ///
+/// With scales of V p becomes the weight of V, which they multiply; l sums p without them.
+///
 /// Where lanes hold two elements, p becomes `[steps / 2][NV]` vectors of bf16 pairs; the number of steps is then even,
 /// and l sums p before the rounding.
 ///
@@ -138,6 +140,10 @@ impl<const NV: usize> Softmax<'_, NV> {
                     let score = unsafe { simd.load(self.at(simd, group * S::ELEMENTS_PER_LANE + i, v)) };
                     *p = exp2(simd, simd.fma(score, c, minus_m[v]));
                     sums[v] = simd.add(sums[v], *p);
+                    if let Some(scales) = self.mask_and_bias.scales {
+                        // SAFETY: the scales were loaded for the steps of the scores.
+                        *p = unsafe { scales.weigh(simd, group * S::ELEMENTS_PER_LANE + i, *p) };
+                    }
                 }
                 let packed = if S::ELEMENTS_PER_LANE == 1 { p[0] } else { simd.pack_pairs(p[0], p[1]) };
                 // SAFETY: group <= step, so this is a vector of `scores` whose scores have been read, in this group or

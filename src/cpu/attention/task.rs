@@ -6,6 +6,7 @@ use super::block_step::{BlockBuffers, BlockKernel, BlockStep};
 use super::epilogue::Epilogue;
 use super::gemm::GemmKernel;
 use super::gemv::GemvKernel;
+use super::key_scales::SCALES;
 use super::kv_loader::{AsF32, Bf16Pairs, Fp8AsBf16Pairs, Fp8AsF32};
 use super::lanes::FwdLanes;
 use super::plan::{Combine, FwdPlan, FwdTask, QueryLayout, WorkTile};
@@ -38,15 +39,17 @@ impl FwdScratch {
         let largest = |f: fn(&WorkTile) -> usize| plan.tiles.iter().map(f).max().unwrap_or(0);
         let q_len = largest(|tile| tile.heads.len() * tile.q_len);
         let state_len = largest(WorkTile::state_len);
-        let buffers = BLOCK * (MAX_PANEL_LANES + problem.head_dim + problem.value_dim.next_multiple_of(MAX_LANES));
+        let packed = problem.head_dim + problem.value_dim.next_multiple_of(MAX_LANES);
+        let buffers = BLOCK * (MAX_PANEL_LANES + packed) + if problem.scale_cache.is_some() { 2 * SCALES } else { 0 };
         let floats = AlignedBuffer::zeros(q_len + 2 * state_len + buffers)?;
         Ok(Self { floats, q_len, state_len, lanes: FwdLanes::default() })
     }
 
-    fn buffers(&mut self, d: usize) -> BlockBuffers {
+    fn buffers(&mut self, d: usize, dv: usize) -> BlockBuffers {
         let scores = self.floats.as_mut_ptr().wrapping_add(self.q_len + 2 * self.state_len);
         let k = scores.wrapping_add(BLOCK * MAX_PANEL_LANES);
-        BlockBuffers { scores, k, v: k.wrapping_add(BLOCK * d) }
+        let v = k.wrapping_add(BLOCK * d);
+        BlockBuffers { scores, k, v, scales: v.wrapping_add(BLOCK * dv.next_multiple_of(MAX_LANES)) }
     }
 }
 
@@ -228,12 +231,16 @@ impl RunFwdJob<'_> {
                 DType::BF16 if S::ELEMENTS_PER_LANE == 2 => {
                     self.attend::<S, GemvKernel<Bf16Pairs, ROWS>>(simd, tile, split, state);
                 }
+                DType::I8 if S::ELEMENTS_PER_LANE == 2 => {
+                    self.attend::<S, GemvKernel<Fp8AsBf16Pairs<S, true>, ROWS>>(simd, tile, split, state);
+                }
                 _ if S::ELEMENTS_PER_LANE == 2 => {
-                    self.attend::<S, GemvKernel<Fp8AsBf16Pairs<S>, ROWS>>(simd, tile, split, state);
+                    self.attend::<S, GemvKernel<Fp8AsBf16Pairs<S, false>, ROWS>>(simd, tile, split, state);
                 }
                 DType::F16 => self.attend::<S, GemvKernel<AsF32<f16>, ROWS>>(simd, tile, split, state),
                 DType::BF16 => self.attend::<S, GemvKernel<AsF32<bf16>, ROWS>>(simd, tile, split, state),
                 DType::F32 => self.attend::<S, GemvKernel<AsF32<f32>, ROWS>>(simd, tile, split, state),
+                DType::I8 => self.attend::<S, GemvKernel<AsF32<i8>, ROWS>>(simd, tile, split, state),
                 _ => self.attend::<S, GemvKernel<Fp8AsF32, ROWS>>(simd, tile, split, state),
             }
         }
@@ -248,7 +255,7 @@ impl RunFwdJob<'_> {
         let (problem, kv) = (self.problem, &self.kv);
         let sequence = &self.plan.sequences[tile.sequence];
         let q = self.scratch.floats.as_mut_ptr();
-        let buffers = self.scratch.buffers(problem.head_dim);
+        let buffers = self.scratch.buffers(problem.head_dim, problem.value_dim);
         let (keys, window) = (tile.split(split), Window::of(&problem.score));
         let mut blocks = [BlockRows::empty(), BlockRows::empty()];
         let [block, next] = &mut blocks;
@@ -285,6 +292,7 @@ impl RunFwdJob<'_> {
                     unsafe {
                         let block_step = BlockStep {
                             rows: block.of_head(kv, kv_head),
+                            scales: kv.scales.map(|scales| block.scales_of_head(&scales, kv_head)),
                             q: q.wrapping_add(head * tile.q_len),
                             state: SoftmaxState::of_head(tile, state, head),
                             lanes: &self.scratch.lanes,

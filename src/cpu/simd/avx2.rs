@@ -106,6 +106,11 @@ impl Simd for Avx2 {
         }
     }
     #[inline(always)]
+    unsafe fn load_i8(self, from: *const i8) -> __m256 {
+        // SAFETY: `self` proves the features, and the caller guarantees readable elements.
+        unsafe { _mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(_mm_loadl_epi64(from.cast()))) }
+    }
+    #[inline(always)]
     fn rotate(self, x: __m256, by: usize) -> __m256 {
         // SAFETY: `self` proves the features.
         unsafe {

@@ -44,16 +44,17 @@ impl Avx512<true> {
 pub(crate) struct Fp8LookupTable([__m512i; 4]);
 
 impl Fp8LookupTable {
-    /// The bf16 of 32 fp8 numbers, each of which is given twice, in both bytes of its result.
+    /// The bf16 of 32 numbers, each of which is given twice, in both bytes of its result.
     ///
     /// # Safety
     /// The CPU has AVX-512 BW and VBMI.
     #[inline(always)]
-    unsafe fn lookup_doubled(self, doubled: __m512i) -> __m512 {
+    unsafe fn lookup_doubled<const I8: bool>(self, doubled: __m512i) -> __m512 {
         // SAFETY: the caller guarantees the features, and no intrinsic here touches memory.
         unsafe {
-            let low = _mm512_permutex2var_epi8(self.0[0], doubled, self.0[1]);
-            let high = _mm512_permutex2var_epi8(self.0[2], doubled, self.0[3]);
+            let (magnitudes, is_not_0) = magnitudes::<I8>(doubled);
+            let low = _mm512_permutex2var_epi8(self.0[0], magnitudes, self.0[1]);
+            let high = _mm512_maskz_permutex2var_epi8(is_not_0, self.0[2], magnitudes, self.0[3]);
             // The low byte of each 16-bit element comes from `low`, the high byte from `high`.
             let magnitude = _mm512_ternarylogic_epi32::<0b1011_1000>(high, _mm512_set1_epi16(0xff), low);
             // magnitude | (doubled & sign)
@@ -62,21 +63,33 @@ impl Fp8LookupTable {
         }
     }
 
-    /// The bf16 of 64 fp8 numbers: those of the low halves of the four 128-bit blocks, then those of the high halves.
+    /// The bf16 of 64 numbers: those of the low halves of the four 128-bit blocks, then those of the high halves.
     ///
     /// # Safety
     /// The CPU has AVX-512 BW and VBMI.
     #[inline(always)]
-    unsafe fn lookup_halves(self, codes: __m512i) -> [__m512; 2] {
+    unsafe fn lookup_halves<const I8: bool>(self, codes: __m512i) -> [__m512; 2] {
         // SAFETY: the caller guarantees the features, and no intrinsic here touches memory.
         unsafe {
-            let low = _mm512_permutex2var_epi8(self.0[0], codes, self.0[1]);
-            let high = _mm512_permutex2var_epi8(self.0[2], codes, self.0[3]);
+            let (magnitudes, is_not_0) = magnitudes::<I8>(codes);
+            let low = _mm512_permutex2var_epi8(self.0[0], magnitudes, self.0[1]);
+            let high = _mm512_maskz_permutex2var_epi8(is_not_0, self.0[2], magnitudes, self.0[3]);
             // high | (codes & sign)
             let high = _mm512_ternarylogic_epi32::<0b1111_1000>(high, codes, _mm512_set1_epi8(0x80u8 as i8));
             [_mm512_castsi512_ps(_mm512_unpacklo_epi8(low, high)), _mm512_castsi512_ps(_mm512_unpackhi_epi8(low, high))]
         }
     }
+}
+
+/// The table indices of numbers, which are their low 7 bits, and which high bytes are not 0 whatever the table says: index 0
+/// of i8 is that of 128, because -128 has it, so that 0 needs the mask.
+///
+/// # Safety
+/// The CPU has AVX-512 BW.
+#[inline(always)]
+unsafe fn magnitudes<const I8: bool>(codes: __m512i) -> (__m512i, u64) {
+    // SAFETY: the caller guarantees the features, and the intrinsics touch no memory.
+    unsafe { if I8 { (_mm512_abs_epi8(codes), _mm512_test_epi8_mask(codes, codes)) } else { (codes, u64::MAX) } }
 }
 
 /// Permutations that double bytes for [`Fp8LookupTable::lookup_doubled`]: byte i of the result is byte `indices[i]` of
@@ -265,7 +278,7 @@ impl<const BF16: bool> Simd for Avx512<BF16> {
         }
     }
     #[inline(always)]
-    unsafe fn load_fp8_pairs(self, table: Fp8LookupTable, from: *const u8, n: usize) -> __m512 {
+    unsafe fn load_fp8_pairs<const I8: bool>(self, table: Fp8LookupTable, from: *const u8, n: usize) -> __m512 {
         // SAFETY: the CPU has VBMI if BF16 is true, and otherwise no kernel loads pairs. The caller guarantees n readable
         // elements, and masked loads touch no others.
         unsafe {
@@ -275,33 +288,44 @@ impl<const BF16: bool> Simd for Avx512<BF16> {
                 _mm256_maskz_loadu_epi8(mask_of_first(n) as u32, from.cast())
             };
             let codes = _mm512_castsi256_si512(codes);
-            table.lookup_doubled(_mm512_permutexvar_epi8(_mm512_loadu_si512(DOUBLE.as_ptr().cast()), codes))
+            table.lookup_doubled::<I8>(_mm512_permutexvar_epi8(_mm512_loadu_si512(DOUBLE.as_ptr().cast()), codes))
         }
     }
     #[inline(always)]
-    unsafe fn interleave_fp8(self, table: Fp8LookupTable, first: *const u8, second: *const u8, n: usize) -> __m512 {
+    unsafe fn interleave_fp8<const I8: bool>(
+        self,
+        table: Fp8LookupTable,
+        first: *const u8,
+        second: *const u8,
+        n: usize,
+    ) -> __m512 {
         // SAFETY: the CPU has VBMI if BF16 is true, and otherwise no kernel loads pairs. The caller guarantees n readable
         // elements in both rows.
         unsafe {
             let (first, second) = (load_16_fp8(first, n), load_16_fp8(second, n));
             let both = _mm256_inserti128_si256::<1>(_mm256_castsi128_si256(first), second);
             let order = _mm512_loadu_si512(DOUBLE_AND_INTERLEAVE.as_ptr().cast());
-            table.lookup_doubled(_mm512_permutexvar_epi8(order, _mm512_castsi256_si512(both)))
+            table.lookup_doubled::<I8>(_mm512_permutexvar_epi8(order, _mm512_castsi256_si512(both)))
         }
     }
     #[inline(always)]
-    unsafe fn load_fp8_pairs_2(self, table: Fp8LookupTable, from: *const u8) -> [__m512; 2] {
+    unsafe fn load_fp8_pairs_2<const I8: bool>(self, table: Fp8LookupTable, from: *const u8) -> [__m512; 2] {
         // SAFETY: the CPU has VBMI if BF16 is true, and otherwise no kernel loads pairs. The caller guarantees 64 readable
         // elements.
         unsafe {
             // The quarters of the first 32 elements go to the low halves of the 128-bit blocks, those of the second 32
             // to the high halves.
             let order = _mm512_setr_epi64(0, 4, 1, 5, 2, 6, 3, 7);
-            table.lookup_halves(_mm512_permutexvar_epi64(order, _mm512_loadu_si512(from.cast())))
+            table.lookup_halves::<I8>(_mm512_permutexvar_epi64(order, _mm512_loadu_si512(from.cast())))
         }
     }
     #[inline(always)]
-    unsafe fn interleave_fp8_4(self, table: Fp8LookupTable, first: *const u8, second: *const u8) -> [__m512; 4] {
+    unsafe fn interleave_fp8_4<const I8: bool>(
+        self,
+        table: Fp8LookupTable,
+        first: *const u8,
+        second: *const u8,
+    ) -> [__m512; 4] {
         // SAFETY: the CPU has VBMI if BF16 is true, and otherwise no kernel loads pairs. The caller guarantees 64 readable
         // elements in both rows.
         unsafe {
@@ -310,8 +334,8 @@ impl<const BF16: bool> Simd for Avx512<BF16> {
             let order = _mm512_setr_epi32(0, 4, 8, 12, 1, 5, 9, 13, 2, 6, 10, 14, 3, 7, 11, 15);
             let first = _mm512_permutexvar_epi32(order, _mm512_loadu_si512(first.cast()));
             let second = _mm512_permutexvar_epi32(order, _mm512_loadu_si512(second.cast()));
-            let [a, b] = table.lookup_halves(_mm512_unpacklo_epi8(first, second));
-            let [c, d] = table.lookup_halves(_mm512_unpackhi_epi8(first, second));
+            let [a, b] = table.lookup_halves::<I8>(_mm512_unpacklo_epi8(first, second));
+            let [c, d] = table.lookup_halves::<I8>(_mm512_unpackhi_epi8(first, second));
             [a, b, c, d]
         }
     }
@@ -330,12 +354,26 @@ impl<const BF16: bool> Simd for Avx512<BF16> {
         }
     }
     #[inline(always)]
+    unsafe fn load_i8(self, from: *const i8) -> __m512 {
+        // SAFETY: `self` proves the features, and the caller guarantees readable elements.
+        unsafe { _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128(from.cast()))) }
+    }
+    #[inline(always)]
     fn rotate(self, x: __m512, by: usize) -> __m512 {
         // SAFETY: `self` proves the features.
         unsafe {
             // The permutation uses the low four bits of an index, so the sum wraps around.
             let lanes = _mm512_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15);
             _mm512_permutexvar_ps(_mm512_add_epi32(lanes, _mm512_set1_epi32(by as i32)), x)
+        }
+    }
+    #[inline(always)]
+    fn repeat_each(self, x: __m512, count: usize) -> __m512 {
+        // SAFETY: `self` proves the features.
+        unsafe {
+            let lanes = _mm512_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15);
+            let shift = _mm_cvtsi32_si128(count.trailing_zeros() as i32);
+            _mm512_permutexvar_ps(_mm512_srl_epi32(lanes, shift), x)
         }
     }
     #[inline(always)]

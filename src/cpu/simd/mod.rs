@@ -11,6 +11,7 @@ mod avx2;
 #[cfg(target_arch = "x86_64")]
 mod avx512;
 mod portable;
+mod scalar_fp8;
 #[cfg(target_arch = "x86_64")]
 mod x86;
 
@@ -21,6 +22,7 @@ use super::bf16_rounding::round_to_bf16;
 use super::fp8_decoding::{Fp8Decoding, Fp8ToBf16Table};
 use half::bf16;
 use portable::Portable;
+use scalar_fp8::scalar_fp8_operations;
 use std::fmt;
 use std::sync::OnceLock;
 
@@ -109,6 +111,10 @@ pub(crate) trait Simd: Copy {
     /// # Safety
     /// `from` has `LANES` readable elements.
     unsafe fn load_fp8(self, format: Fp8Decoding, from: *const u8) -> Self::V;
+    /// `LANES` i8 as f32.
+    /// # Safety
+    /// `from` has `LANES` readable elements.
+    unsafe fn load_i8(self, from: *const i8) -> Self::V;
 
     /// `a + b`
     fn add(self, a: Self::V, b: Self::V) -> Self::V;
@@ -132,6 +138,12 @@ pub(crate) trait Simd: Copy {
     fn scale_by_power_of_2(self, p: Self::V, n: Self::V) -> Self::V;
     /// Lane i of the result is lane `(i + by) % LANES`.
     fn rotate(self, x: Self::V, by: usize) -> Self::V;
+    /// Lane i of the result is lane `i / count`; `count` is a power of two.
+    #[inline(always)]
+    fn repeat_each(self, x: Self::V, count: usize) -> Self::V {
+        let lanes = to_array(self, x);
+        from_lanes(self, lanes, |_, i| lanes[i / count])
+    }
     /// Lane i is the sum of the lanes of `sums[i]`; vectors beyond `LANES` are not read.
     fn horizontal_sums(self, sums: [Self::V; MAX_LANES]) -> Self::V;
 
@@ -195,34 +207,45 @@ pub(crate) trait Simd: Copy {
             unsafe { self.interleave_bf16(first.add(at), second.add(at), Self::LANES) }
         })
     }
-    /// The table in the form that `load_fp8_pairs` and `interleave_fp8` take.
+    /// The table in the form that `load_fp8_pairs` and `interleave_fp8` take. With `I8` it is that of i8.
     fn fp8_table(self, table: &'static Fp8ToBf16Table) -> Self::Fp8Table;
-    /// The first `n` elements of a row of 8-bit floats, at most 2 * LANES, as bf16, two per lane, then zeros.
+    /// The first `n` elements of a row of 8 bits, at most 2 * LANES, as bf16, two per lane, then zeros.
     /// # Safety
     /// `from` has `n` readable elements.
-    unsafe fn load_fp8_pairs(self, table: Self::Fp8Table, from: *const u8, n: usize) -> Self::V;
-    /// The pairs (first\[i\], second\[i\]) of two rows of 8-bit floats for i below `n`, at most LANES, as bf16, then
+    unsafe fn load_fp8_pairs<const I8: bool>(self, table: Self::Fp8Table, from: *const u8, n: usize) -> Self::V;
+    /// The pairs (first\[i\], second\[i\]) of two rows of 8 bits for i below `n`, at most LANES, as bf16, then
     /// zeros.
     /// # Safety
     /// Both rows have `n` readable elements.
-    unsafe fn interleave_fp8(self, table: Self::Fp8Table, first: *const u8, second: *const u8, n: usize) -> Self::V;
+    unsafe fn interleave_fp8<const I8: bool>(
+        self,
+        table: Self::Fp8Table,
+        first: *const u8,
+        second: *const u8,
+        n: usize,
+    ) -> Self::V;
     /// Two vectors of `load_fp8_pairs`.
     /// # Safety
     /// `from` has 4 * LANES readable elements.
     #[inline(always)]
-    unsafe fn load_fp8_pairs_2(self, table: Self::Fp8Table, from: *const u8) -> [Self::V; 2] {
+    unsafe fn load_fp8_pairs_2<const I8: bool>(self, table: Self::Fp8Table, from: *const u8) -> [Self::V; 2] {
         // SAFETY: the i-th 2 * LANES of the 4 * LANES elements that the caller guarantees.
-        [0, 1].map(|i| unsafe { self.load_fp8_pairs(table, from.add(i * 2 * Self::LANES), 2 * Self::LANES) })
+        [0, 1].map(|i| unsafe { self.load_fp8_pairs::<I8>(table, from.add(i * 2 * Self::LANES), 2 * Self::LANES) })
     }
     /// Four vectors of `interleave_fp8`.
     /// # Safety
     /// Both rows have 4 * LANES readable elements.
     #[inline(always)]
-    unsafe fn interleave_fp8_4(self, table: Self::Fp8Table, first: *const u8, second: *const u8) -> [Self::V; 4] {
+    unsafe fn interleave_fp8_4<const I8: bool>(
+        self,
+        table: Self::Fp8Table,
+        first: *const u8,
+        second: *const u8,
+    ) -> [Self::V; 4] {
         [0, 1, 2, 3].map(|i| {
             let at = i * Self::LANES;
             // SAFETY: LANES of the 4 * LANES elements that the caller guarantees in both rows, from `at` on.
-            unsafe { self.interleave_fp8(table, first.add(at), second.add(at), Self::LANES) }
+            unsafe { self.interleave_fp8::<I8>(table, first.add(at), second.add(at), Self::LANES) }
         })
     }
     /// Store the lanes in groups of MR, which begin `stride` elements apart.
@@ -240,41 +263,6 @@ pub(crate) trait Simd: Copy {
         }
     }
 }
-
-/// The operations of [`Simd`] on 8-bit floats in scalar code, for instruction sets that look up no tables.
-macro_rules! scalar_fp8_operations {
-    () => {
-        type Fp8Table = &'static Fp8ToBf16Table;
-        #[inline(always)]
-        fn fp8_table(self, table: &'static Fp8ToBf16Table) -> Self::Fp8Table {
-            table
-        }
-        #[inline(always)]
-        unsafe fn load_fp8_pairs(self, table: Self::Fp8Table, from: *const u8, n: usize) -> Self::V {
-            // SAFETY: i < n, and the caller guarantees n readable elements.
-            let element = |i| if i < n { table.to_bf16(unsafe { from.add(i).read() }) } else { bf16::ZERO };
-            from_lanes(self, [0.0; MAX_LANES], |_, i| pack_pair(element(2 * i), element(2 * i + 1)))
-        }
-        #[inline(always)]
-        unsafe fn interleave_fp8(
-            self,
-            table: Self::Fp8Table,
-            first: *const u8,
-            second: *const u8,
-            n: usize,
-        ) -> Self::V {
-            let element = |from: *const u8, i| {
-                if i >= n {
-                    return bf16::ZERO;
-                }
-                // SAFETY: i < n, and the caller guarantees n readable elements in both rows.
-                table.to_bf16(unsafe { from.add(i).read() })
-            };
-            from_lanes(self, [0.0; MAX_LANES], |_, i| pack_pair(element(first, i), element(second, i)))
-        }
-    };
-}
-use scalar_fp8_operations;
 
 /// The lanes of a vector as an array, filled up with zeros.
 #[inline(always)]

@@ -62,6 +62,11 @@ impl<const ELEMENTS_PER_LANE: usize> Simd for Portable<ELEMENTS_PER_LANE> {
         unsafe { from.cast::<[u8; 4]>().read() }.map(|code| format.decode(code))
     }
     #[inline(always)]
+    unsafe fn load_i8(self, from: *const i8) -> V {
+        // SAFETY: four readable elements, as the caller guarantees.
+        unsafe { from.cast::<[i8; 4]>().read() }.map(f32::from)
+    }
+    #[inline(always)]
     fn add(self, a: V, b: V) -> V {
         map2(a, b, |a, b| a + b)
     }

@@ -144,7 +144,10 @@ impl SimdKernel for Pairs {
         let found = unsafe { simd.interleave_bf16_2(row.as_ptr().cast(), second.as_ptr().cast()) };
         let interleaved: Vec<f32> = (0..2 * lanes).flat_map(|i| [row[i].to_f32(), second[i].to_f32()]).collect();
         assert_eq!(found.map(elements).concat(), interleaved);
-        fp8_pairs(simd, &elements);
+        fp8_pairs::<S, false>(simd, DType::F8E4M3FN, &elements);
+        fp8_pairs::<S, false>(simd, DType::F8E5M2, &elements);
+        fp8_pairs::<S, true>(simd, DType::I8, &elements);
+        assert_eq!(Fp8ToBf16Table::of(DType::I8).to_bf16::<true>(0x80).to_f32(), -128.0);
         // SAFETY: both rows have 2 * LANES elements.
         let (a, b) = unsafe {
             (
@@ -168,37 +171,35 @@ impl SimdKernel for Pairs {
     }
 }
 
-/// Every fp8 number of both types, in pairs.
-fn fp8_pairs<S: Simd>(simd: S, elements: &dyn Fn(S::V) -> Vec<f32>) {
+/// Every number of 8 bits of `dtype`, in pairs.
+fn fp8_pairs<S: Simd, const I8: bool>(simd: S, dtype: DType, elements: &dyn Fn(S::V) -> Vec<f32>) {
     let codes: Vec<u8> = (0..=u8::MAX).collect();
-    for dtype in [DType::F8E4M3FN, DType::F8E5M2] {
-        let value = |code: u8| Fp8ToBf16Table::of(dtype).to_bf16(code).to_f32().to_bits();
-        let table = simd.fp8_table(Fp8ToBf16Table::of(dtype));
-        let bits = |v: S::V| elements(v).into_iter().map(f32::to_bits).collect::<Vec<_>>();
-        for first in (0..=256 - 4 * S::LANES).step_by(4 * S::LANES) {
-            let (from, second) = (codes[first..].as_ptr(), codes[256 - 4 * S::LANES - first..].as_ptr());
-            // SAFETY: there are 4 * LANES codes from both pointers on.
-            let (pairs, columns) =
-                unsafe { (simd.load_fp8_pairs_2(table, from), simd.interleave_fp8_4(table, from, second)) };
-            let found: Vec<u32> = pairs.into_iter().flat_map(bits).collect();
-            assert_eq!(found, codes[first..][..4 * S::LANES].iter().map(|c| value(*c)).collect::<Vec<_>>());
-            let found: Vec<u32> = columns.into_iter().flat_map(bits).collect();
-            let pair = |i: usize| [codes[first + i], codes[256 - 4 * S::LANES - first + i]].map(value);
-            assert_eq!(found, (0..4 * S::LANES).flat_map(pair).collect::<Vec<_>>());
-        }
-        for first in (0..256).step_by(2 * S::LANES) {
-            for n in (8..=2 * S::LANES).step_by(8) {
-                let at = |i: usize, n: usize| if i < n { value(codes[first + i]) } else { 0 };
-                let from = codes[first..].as_ptr();
-                // SAFETY: n <= 2 * LANES codes from `from` on.
-                let found = bits(unsafe { simd.load_fp8_pairs(table, from, n) });
-                assert_eq!(found, (0..2 * S::LANES).map(|i| at(i, n)).collect::<Vec<_>>());
-                let n = n.min(S::LANES);
-                // SAFETY: n <= LANES codes from both pointers on, which are LANES apart.
-                let found = bits(unsafe { simd.interleave_fp8(table, from, from.add(S::LANES), n) });
-                let second = |i: usize| if i < n { value(codes[first + S::LANES + i]) } else { 0 };
-                assert_eq!(found, (0..S::LANES).flat_map(|i| [at(i, n), second(i)]).collect::<Vec<_>>());
-            }
+    let value = |code: u8| Fp8ToBf16Table::of(dtype).to_bf16::<I8>(code).to_f32().to_bits();
+    let table = simd.fp8_table(Fp8ToBf16Table::of(dtype));
+    let bits = |v: S::V| elements(v).into_iter().map(f32::to_bits).collect::<Vec<_>>();
+    for first in (0..=256 - 4 * S::LANES).step_by(4 * S::LANES) {
+        let (from, second) = (codes[first..].as_ptr(), codes[256 - 4 * S::LANES - first..].as_ptr());
+        // SAFETY: there are 4 * LANES codes from both pointers on.
+        let (pairs, columns) =
+            unsafe { (simd.load_fp8_pairs_2::<I8>(table, from), simd.interleave_fp8_4::<I8>(table, from, second)) };
+        let found: Vec<u32> = pairs.into_iter().flat_map(bits).collect();
+        assert_eq!(found, codes[first..][..4 * S::LANES].iter().map(|c| value(*c)).collect::<Vec<_>>());
+        let found: Vec<u32> = columns.into_iter().flat_map(bits).collect();
+        let pair = |i: usize| [codes[first + i], codes[256 - 4 * S::LANES - first + i]].map(value);
+        assert_eq!(found, (0..4 * S::LANES).flat_map(pair).collect::<Vec<_>>());
+    }
+    for first in (0..256).step_by(2 * S::LANES) {
+        for n in (8..=2 * S::LANES).step_by(8) {
+            let at = |i: usize, n: usize| if i < n { value(codes[first + i]) } else { 0 };
+            let from = codes[first..].as_ptr();
+            // SAFETY: n <= 2 * LANES codes from `from` on.
+            let found = bits(unsafe { simd.load_fp8_pairs::<I8>(table, from, n) });
+            assert_eq!(found, (0..2 * S::LANES).map(|i| at(i, n)).collect::<Vec<_>>());
+            let n = n.min(S::LANES);
+            // SAFETY: n <= LANES codes from both pointers on, which are LANES apart.
+            let found = bits(unsafe { simd.interleave_fp8::<I8>(table, from, from.add(S::LANES), n) });
+            let second = |i: usize| if i < n { value(codes[first + S::LANES + i]) } else { 0 };
+            assert_eq!(found, (0..S::LANES).flat_map(|i| [at(i, n), second(i)]).collect::<Vec<_>>());
         }
     }
 }

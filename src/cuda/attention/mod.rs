@@ -26,7 +26,7 @@ use super::params::attention::{AttentionParams, NewTokens};
 use super::params::bias::BiasParams;
 use super::params::key_ranges::KeyRangeParams;
 use super::params::tree_mask::RowMaskParams;
-use crate::error::Result;
+use crate::error::{Error, Result};
 use crate::problem::attention::Attention;
 use crate::problem::kv_cache_update::KvCacheUpdate;
 use crate::stream::Stream;
@@ -195,6 +195,9 @@ impl<'c> LaunchPlan<'c> {
     }
 
     fn on(problem: &'c Attention, update: Option<&KvCacheUpdate>, device: Device) -> Result<Self> {
+        if problem.scale_cache.is_some() {
+            return Err(Error::unimplemented("kv_scale_cache is given; CUDA has no kernel for it yet"));
+        }
         launches(&Call::new(problem, update, device)?).map(Self)
     }
 
@@ -280,6 +283,7 @@ pub(super) mod tests {
                 bias: None,
             },
             v_scale: None,
+            scale_cache: None,
             num_rows: rows,
             num_q_heads: q_heads,
             num_kv_heads: 2,
@@ -371,7 +375,16 @@ pub(super) mod tests {
         let slot_mapping = Tensor::dense(DType::I32, null_mut(), &dims[..1]);
         let (cache_dtype, copies) = (problem.kv_dtype, [None, None]);
         let (num_pages, page_size) = (4, 16);
-        let update = KvCacheUpdate { key: rows, value: rows, cache_dtype, slot_mapping, copies, num_pages, page_size };
+        let update = KvCacheUpdate {
+            key: rows,
+            value: rows,
+            cache_dtype,
+            scale_cache: None,
+            slot_mapping,
+            copies,
+            num_pages,
+            page_size,
+        };
         let plan = LaunchPlan::on(problem, Some(&update), device(false)).expect("the sizes are allowed");
         (plan.stores_update(), names(&plan))
     }

@@ -20,6 +20,7 @@ fn expected(batch: &Batch, sequence: &SequenceData, i: usize, head: usize) -> At
         bounds: Box::new(|_| (None, None)),
         tree: None,
         bias: None,
+        dequantized: false,
         dims: [d, dv],
         query: Box::new(|i| &sequence.q[(i * heads + head) * d..][..d]),
         key: Box::new(|j| &sequence.k[(j * kv_heads + kv_head) * d..][..d]),

@@ -22,7 +22,19 @@ fn head(x: &[f64], leftpad: usize) -> Head<'_> {
     let of = |part, d| Box::new(move |i| row(x, part, i, d));
     let (query, key, value) = (of(0, D), of(1, D), of(2, DV));
     let bounds = Box::new(|_| (None, None));
-    Head { len_q: LEN_Q, len_k: LEN_K, leftpad, bounds, tree: None, bias: None, dims: [D, DV], query, key, value }
+    Head {
+        len_q: LEN_Q,
+        len_k: LEN_K,
+        leftpad,
+        bounds,
+        tree: None,
+        bias: None,
+        dequantized: false,
+        dims: [D, DV],
+        query,
+        key,
+        value,
+    }
 }
 
 /// `sum out * dout + sum lse * dlse` as a function of all numbers.

@@ -59,6 +59,7 @@ fn head<'a>(len_q: usize, leftpad: usize, query: &'a [f64], k: &'a [f64], v: &'a
         bounds,
         tree: None,
         bias: None,
+        dequantized: false,
         dims: [d; 2],
         query,
         key: rows(k),

@@ -6,7 +6,7 @@ use xla_attention::{
     FlashAttnVarlenInputs, FlashAttnVarlenOptions, GatherKvCacheInputs, GatherKvCacheOptions, GatherKvCacheResults,
     Host, Kv, KvCacheUpdateInputs, KvCacheUpdateOptions, Memory, MlaPagedAttentionInputs, MlaPagedAttentionOptions,
     MlaPagedAttentionUpdateInputs, On, PagedAttentionInputs, PagedAttentionOptions, PagedAttentionUpdateInputs, Result,
-    RopeKvCacheUpdateInputs, RopeKvCacheUpdateOptions, RopeKvCacheUpdateResults, TensorMut, TensorRef,
+    RopeKvCacheUpdateInputs, RopeKvCacheUpdateOptions, RopeKvCacheUpdateResults, ScaledCache, TensorMut, TensorRef,
     flash_attn_varlen, flash_attn_varlen_bwd, gather_kv_cache, kv_cache_update, merge_attention_states,
     mla_paged_attention, mla_paged_attention_update, paged_attention, paged_attention_update, rope_kv_cache_update,
     simple_add,
@@ -173,7 +173,7 @@ fn run<M: Memory>(of: &Tensors<M>, on: On<M>) -> Result {
         "xla_gpu_gather_kv_cache" => {
             let (block_tables, context_lens) = (Named::of(of, "block_tables"), Named::of(of, "context_lens"));
             let inputs = GatherKvCacheInputs { kv_cache: kv(of, "k_cache", "v_cache"), block_tables, context_lens };
-            let options = named!(of => GatherKvCacheOptions { k_scale, v_scale });
+            let options = named!(of => GatherKvCacheOptions { k_scale, v_scale, kv_scale_cache });
             gather_kv_cache(&inputs, &options, named!(of => GatherKvCacheResults { keys, values, cu_seqlens }), on)
         }
         "xla_gpu_rope_kv_cache_update" => {
@@ -194,7 +194,13 @@ fn run<M: Memory>(of: &Tensors<M>, on: On<M>) -> Result {
 
 fn update<M: Memory>(of: &Tensors<M>, cache: Kv<TensorMut<M>>, on: On<M>) -> Result {
     let inputs = named!(of => KvCacheUpdateInputs { key, value, slot_mapping });
+    let cache = ScaledCache { kv_cache: cache, kv_scale_cache: scale_cache(of) };
     kv_cache_update(&inputs, &named!(of => KvCacheUpdateOptions { k_scale, v_scale }), cache, on)
+}
+
+/// The scales of a cache that is updated.
+fn scale_cache<'a, M>(of: &Tensors<'a, M>) -> Option<TensorMut<'a, M>> {
+    Named::of(of, "kv_scale_cache")
 }
 
 fn attention_results<'a, M>(of: &Tensors<'a, M>) -> AttentionResults<'a, M> {
@@ -204,7 +210,7 @@ fn attention_results<'a, M>(of: &Tensors<'a, M>) -> AttentionResults<'a, M> {
 fn paged_options<'a, M: Memory>(of: &Tensors<'a, M>) -> PagedAttentionOptions<'a, M> {
     named!(of => PagedAttentionOptions {
         scale, sliding_window, soft_cap, alibi_slopes, sinks, q_scale, k_scale, v_scale, k_start, k_end, tree_mask,
-        batch_invariant,
+        kv_scale_cache, batch_invariant,
     })
 }
 
@@ -219,7 +225,9 @@ fn paged_update<M: Memory>(of: &Tensors<M>, on: On<M>) -> Result {
     let inputs = named!(of => PagedAttentionUpdateInputs {
         query, context_lens, block_tables, query_start_loc, num_seqs, key, value, slot_mapping,
     });
-    paged_attention_update(&inputs, &paged_options(of), Named::of(of, "kv_cache"), attention_results(of), on)
+    let cache = ScaledCache { kv_cache: TensorMut::of(of, "kv_cache"), kv_scale_cache: scale_cache(of) };
+    let options = PagedAttentionOptions { kv_scale_cache: None, ..paged_options(of) };
+    paged_attention_update(&inputs, &options, cache, attention_results(of), on)
 }
 
 fn latent_options<'a, M: Memory>(of: &Tensors<'a, M>) -> MlaPagedAttentionOptions<'a, M> {

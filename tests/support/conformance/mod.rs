@@ -368,7 +368,8 @@ impl ConformanceCase {
         let call = self.operands.iter().fold(call, |call, (name, typed)| call.operand(name, typed.array()));
         let call = self.attributes.iter().fold(call, |call, (name, value)| call.attribute(name, value.clone()));
         self.results.iter().enumerate().fold(call, |call, (index, (name, typed))| {
-            let alias = self.aliases.iter().find(|(_, result)| in_place && *result == index);
+            let is_given = |operand: usize| operand < self.operands.len();
+            let alias = self.aliases.iter().find(|(of, result)| in_place && *result == index && is_given(*of));
             match alias {
                 Some((operand, _)) => call.result_in_place(name, *operand),
                 None => call.result(name, typed.dtype, &typed.dims),
