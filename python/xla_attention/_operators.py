@@ -50,6 +50,10 @@ class Operator(NamedTuple):
         """The attributes by name, from an object that has a field for each."""
         return {attribute.name: getattr(options, attribute.name) for attribute in self.attributes}
 
+    def result_index(self, name: str) -> int:
+        """The index of the result with this name."""
+        return [result.name for result in self.results].index(name)
+
     def required_tensors(self, *, in_place: bool = False) -> str:
         """The required operands as the parameters of a torch schema; `in_place` marks those that are mutated."""
         alias_sets = dict(zip(self.aliases.values(), "ab", strict=False)) if in_place else {}

@@ -22,7 +22,7 @@ SLOTS = np.int32([5, 0, -1, 30, 31, 32, 100, -(2**31)])
 BF16, E4M3, E5M2 = map(np.dtype, (ml_dtypes.bfloat16, ml_dtypes.float8_e4m3fn, ml_dtypes.float8_e5m2))
 # Functions with exact results. The tolerances hold for the others, on any device, against the CPU.
 EXACT = ("simple_add", "kv_cache_update", "gather_kv_cache")
-TOLERANCE = {"float32": 2e-5, "float16": 5e-3, "bfloat16": 4e-2, "float8_e4m3fn": 0.13, "float8_e5m2": 0.26}
+TOLERANCE = {"float32": 2e-5, "float16": 5e-3, "bfloat16": 4e-2, "float8_e4m3fn": 0.13, "float8_e5m2": 0.26, "int8": 0}
 
 
 # Options that change no result: (call, options, attribute in the program).
@@ -62,6 +62,10 @@ class Call(NamedTuple):
             result, expected = (x.astype(np.float64) for x in (result, expected))
             np.testing.assert_allclose(result, expected, rtol=tolerance, atol=tolerance)
 
+    def updated(self, operands):
+        """The arrays among `operands`, by parameter name, that the last results alias: a cache and its scales."""
+        return flatten([operands[self.updates], operands.get("kv_scale_cache")])
+
     def __str__(self):
         return f"{self.function}: {self.name}"
 
@@ -85,6 +89,7 @@ def every_call(seed: int = 0) -> dict[str, Call]:
         _gathers,
         _latents,
         _latent_steps,
+        _quantized,
     )
     calls = [call for maker in makers for call in maker(seed)]
     named = {str(call): call for call in calls}
@@ -343,6 +348,52 @@ def _steps(seed):
         named = {name: x for name, x in options.items() if name != "scale"}
         name = _name(named, *_shapes(named), *types.values())
         yield Call("paged_attention_update", name, {**arguments, **options, "return_lse": True}, "kv_cache")
+
+
+def quantized(cache, dtype, seed=0):
+    """Random codes and scales of a cache of the shape of `cache`."""
+    generator = np.random.default_rng(77 + seed)
+    codes = generator.integers(-127, 128, cache.shape).astype(np.int8)
+    scales = generator.uniform(0.2, 2.0, cache.shape[:-1]).astype(np.float32) / (127 if dtype == np.int8 else 448)
+    if dtype == np.int8:
+        return codes, scales
+    return converted(np.float32(448) * codes / 127, dtype), scales
+
+
+# The dtypes of the queries, the cache and the result, and options.
+_QUANTIZED = (
+    ("bfloat16", np.dtype(np.int8), None, {}),
+    ("float16", E4M3, None, {"sliding_window": 7, "sinks": SINKS}),
+    ("float16", np.dtype(np.int8), "float32", {"alibi_slopes": SLOPES, "soft_cap": 3.0, "q_scale": PER_HEAD}),
+    ("bfloat16", E4M3, "float32", {"batch_invariant": True}),
+)
+
+
+def _quantized(seed):
+    for dtype, cache_dtype, out_dtype, options in _QUANTIZED:
+        name, options = _name("scales", dtype, cache_dtype, out_dtype, options), _seeded(options, seed)
+        options |= {"out_dtype": np.dtype(out_dtype)} if out_dtype else {}
+        query, kv_cache, *sequences = batch(SEQUENCES, dtype=dtype, seed=seed)
+        cache, scales = quantized(kv_cache, cache_dtype, seed)
+        options |= {"kv_scale_cache": scales}
+        yield _paged_call((query, cache, *sequences), options, name, 0)
+        query, kv_cache, *rest = step(SEQUENCES, dtype=dtype, seed=seed)
+        cache, scales = quantized(kv_cache, cache_dtype, seed)
+        arguments = dict(zip((*PAGED, "key", "value", "slot_mapping"), (query, cache, *rest), strict=True))
+        arguments |= {"scale": 0.125, **options, "kv_scale_cache": scales, "return_lse": True}
+        yield Call("paged_attention_update", name, arguments, "kv_cache")
+    for kv_layout, rows, dtype in zip(LAYOUTS, (np.float32, BF16, np.float16), (np.int8, E4M3, np.int8), strict=True):
+        cache, scales = quantized(_cache(kv_layout, seed=seed), np.dtype(dtype), seed)
+        key, value = 40 * _rows(8, 2, 16, seed=seed), _rows(8, 2, 16, seed=2 + seed)
+        operands = cache, converted(key, rows), converted(value, rows), np.roll(SLOTS, seed)
+        arguments = dict(zip(("kv_cache", "key", "value", "slot_mapping"), operands, strict=True))
+        arguments |= {"kv_layout": kv_layout, "kv_scale_cache": scales}
+        name = _name("scales", np.dtype(rows), np.dtype(dtype), kv_layout)
+        yield Call("kv_cache_update", name, arguments, "kv_cache")
+        tables, lens = np.int32([[3, 1, 4], [0, 2, 2], [4, -1, 2**31 - 1]]), np.int32([9, -2, 2**31 - 1])
+        arguments = {"kv_cache": cache, "block_tables": tables, "context_lens": lens, "capacity": 23}
+        arguments |= {"kv_layout": kv_layout, "kv_scale_cache": scales, "dtype": np.dtype(rows)}
+        yield Call("gather_kv_cache", name, arguments)
 
 
 def _merges(seed):

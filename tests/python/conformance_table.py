@@ -106,14 +106,14 @@ def ffi_header_errors():
         )
 
     def undecoded(index, diagnostic):
-        # Before the attributes come the thread pool, 14 operands, 3 results and the remaining ones of both kinds.
-        failed = f"Failed to decode all FFI handler operands (bad operands at: {20 + index})"
+        # Before the attributes come the thread pool, 15 operands, 3 results and the remaining ones of both kinds.
+        failed = f"Failed to decode all FFI handler operands (bad operands at: {21 + index})"
         return f"[execute] {failed}\nDiagnostics:\n{diagnostic}"
 
     names = "batch_invariant", "scale", "sliding_window", "soft_cap"
     wrong_number = "Wrong number of attributes: expected 4 but got {} with name(s): {}".format
     return [
-        rejected("too few operands", "Wrong number of arguments: expected at least -3 but got 5", valid.operands[:5]),
+        rejected("too few operands", "Wrong number of arguments: expected at least -4 but got 5", valid.operands[:5]),
         rejected("too many attributes", wrong_number(5, ", ".join([*names, "zeal"])), zeal="i64 1"),
         rejected("a missing attribute", wrong_number(3, ", ".join(names[:3])), soft_cap="absent"),
         rejected(
@@ -183,7 +183,7 @@ def _read(table):
                 operands=operands,
                 results=results,
                 attributes={name: value for name, value in sorted(attributes.items()) if value != "absent"},
-                aliases=_aliases(table),
+                aliases=_aliases(table, operands, results),
                 terms=frozenset(case),
                 code=code,
                 text=case.get(code),
@@ -231,9 +231,13 @@ def _buffers(table, part, case):
     return tuple((buffers + spare)[:count] if count > len(buffers) else buffers[:count])
 
 
-def _aliases(table):
-    """Result index by operand index."""
-    names = {part: [entry.split()[0] for entry in table[part]] for part in ("operands", "results")}
-    return {
-        names["operands"].index(operand): names["results"].index(result) for result, operand in table["aliases"].items()
-    }
+def _aliases(table, operands, results):
+    """Result index by operand index, of those that a call has."""
+    parts = (table[part] + table[f"optional_{part}"] for part in ("operands", "results"))
+    names = [[entry.split()[0] for entry in part] for part in parts]
+    places = {names[0].index(operand): names[1].index(result) for result, operand in table["aliases"].items()}
+
+    def is_given(buffers, index):
+        return index < len(buffers) and buffers[index].shape != (0,)
+
+    return {i: j for i, j in places.items() if is_given(operands, i) and is_given(results, j)}

@@ -28,7 +28,7 @@ def expected_results(function, arguments):
     request.set_addresses(*([0 if x is None else x.ctypes.data for x in side] for side in (operands, results)))
     request.run(_library.Action.RUN_ON_CPU)
     ours = [x for i, x in enumerate(results) if i not in declared.aliases and x is not None]
-    return ours + [results[i] for i in declared.aliases]
+    return ours + [results[i] for i in declared.aliases if i < len(results)]
 
 
 def _operand(value):
@@ -92,13 +92,18 @@ def _results_of_paged_attention(query, out_dtype=None, **_):
     return _attention(query, query.shape[2], out_dtype)
 
 
-def _results_of_paged_attention_update(query, kv_cache, **_):
-    out, lse = _attention(query, query.shape[2], None)
-    return out, _like(kv_cache), lse
+def _results_of_paged_attention_update(query, kv_cache, out_dtype=None, kv_scale_cache=None, **_):
+    out, lse = _attention(query, query.shape[2], out_dtype)
+    # The None is the workspace.
+    return out, _like(kv_cache), lse, *([] if kv_scale_cache is None else [None, _like(kv_scale_cache)])
 
 
 def _results_of_varlen(q, k, v, out_dtype=None, **_):
     return _attention(q, (v if v.size else k).shape[-1], out_dtype)
+
+
+def _results_of_update(kv_cache, kv_scale_cache=None, **_):
+    return [_like(x) for x in (kv_cache, kv_scale_cache) if x is not None]
 
 
 def _results_of_latent(q, head_dim_v, out_dtype=None, **_):
@@ -132,7 +137,7 @@ _RESULTS = {
     "paged_attention_update": _results_of_paged_attention_update,
     "mla_paged_attention": _results_of_latent,
     "mla_paged_attention_update": _results_of_latent_update,
-    "kv_cache_update": lambda kv_cache, **_: [_like(kv_cache)],
+    "kv_cache_update": _results_of_update,
     "kv_cache_update_split": lambda k_cache, v_cache, **_: [_like(k_cache), _like(v_cache)],
     "rope_kv_cache_update": lambda kv_cache, query, **_: [_like(kv_cache), _like(query)],
     "gather_kv_cache": _results_of_gather,

@@ -66,6 +66,15 @@ def _paged_trees(q, cache, *rest):
     return xa.paged_attention(q, cache, *sequences, scale=0.25, tree_mask=tree_mask)
 
 
+def _scaled(q, cache, scales, *rest):
+    sequences, (keys, values, slots) = rest[:4], rest[4:]
+    cache, scales = xa.kv_cache_update(cache, keys, values, slots, kv_scale_cache=scales)
+    new = keys, values, slots
+    out, cache, scales = xa.paged_attention_update(q, cache, *sequences, *new, scale=0.25, kv_scale_cache=scales)
+    gathered = xa.gather_kv_cache(cache, sequences[1], sequences[0], capacity=6, dtype=F32, kv_scale_cache=scales)
+    return out, xa.paged_attention(q, cache, *sequences, scale=0.25, kv_scale_cache=scales), *gathered, cache, scales
+
+
 def _gradients(q, k, v, starts):
     return jax.grad(lambda *x: _varlen(*x, starts)[0].sum(), (0, 1, 2))(q, k, v)
 
@@ -91,6 +100,16 @@ PROGRAMS = {
     "paged_attention.tree_mask": (
         _paged_trees,
         (spec(3, 2, 8), spec(4, 2, 2, 8), *SEQUENCES, spec(2, 3, 1, dtype=I32)),
+    ),
+    "paged_attention_update.scale_cache": (
+        _scaled,
+        (
+            spec(3, 2, 8, dtype=jnp.bfloat16),
+            spec(4, 2, 2, 8, dtype=jnp.float8_e4m3fn),
+            spec(4, 2, 2),
+            *SEQUENCES,
+            *ROWS,
+        ),
     ),
     "kv_cache_update": (xa.kv_cache_update, (spec(4, 2, 2, 8), *ROWS)),
     "kv_cache_update_split": (lambda k, v, *rows: xa.kv_cache_update((k, v), *rows), (spec(4, 2, 1, 8),) * 2 + ROWS),

@@ -38,6 +38,9 @@ CACHES = {
 }
 
 
+LAYOUTS = [layout for layout in CACHES if layout != "split"]
+
+
 def numbers(seed, *shape):
     """Random numbers from NumPy, because JAX would compile a program for them."""
     return np.random.default_rng(seed).standard_normal(shape, np.float32)
@@ -244,6 +247,34 @@ def paged_step(function, kv_layout="interleaved", *, heads=HEADS, replicated=(),
     return Case(call, operands, specs, tuple(out_specs), differentiated=False, donated=donated)
 
 
+def scaled_step(function, kv_layout="interleaved", *, heads=HEADS, **options):
+    """`paged_step` over a cache of int8 with a scale per row, which is sharded as the cache is."""
+    plain = paged_step(function, kv_layout, heads=heads, k_scale=None, v_scale=None, **options)
+    names = FUNCTIONS[function][0].replace("k_scale", "").split()
+    new = step(heads, kv_layout)
+    cache = np.clip(np.round(40 * new["kv_cache"]), -127, 127).astype(np.int8)
+    is_attention = "query" in names
+    rows = [jnp.asarray(new[name], jnp.bfloat16 if name == "query" else None) for name in names[1:]]
+    constant = (
+        {name: new[name] for name in FUNCTIONS[function][1].split()} | {"k_scale": None, "v_scale": None} | options
+    )
+    constant |= {"out_dtype": jnp.float32} if is_attention else {}
+    constant |= {"dtype": jnp.float32} if function is gather_kv_cache else {}
+
+    def call(cache, scales, *rows):
+        arguments = dict(zip(names, (cache, *rows), strict=True))
+        results = function(**arguments, kv_scale_cache=scales, **constant)
+        return results if isinstance(results, tuple) else (results,)
+
+    spec = CACHES[kv_layout]
+    specs = (spec, spec, *plain.specs[1 : 1 + len(rows)])
+    updates = "cache" in FUNCTIONS[function][2]
+    operands = (cache, np.abs(numbers(9, *cache.shape[:-1])) / 127, *rows)
+    out_specs = (*plain.out_specs, spec) if updates else plain.out_specs
+    donated = (0, 1) if updates else ()
+    return Case(call, operands, specs, out_specs, differentiated=False, donated=donated)
+
+
 def latent_step_of(function, spec=PACKED):
     """A step over latent rows: query heads are sharded, and every device has the whole cache."""
     new, lens = numbers(3, 3, 24), np.array([5, 8, 3])
@@ -413,6 +444,10 @@ CASES = {
     "paged": lambda _: paged_step(paged_attention),
     "paged, trees": lambda _: paged_step(paged_attention, tree_mask=TREES),
     "paged update, trees": lambda _: paged_step(paged_attention_update, tree_mask=TREES),
+    **{f"update, scales, {layout}": lambda _, x=layout: scaled_step(kv_cache_update, x) for layout in LAYOUTS},
+    "gather, scales": lambda _: scaled_step(gather_kv_cache),
+    "paged, scales": lambda _: scaled_step(paged_attention),
+    "paged update, scales": lambda _: scaled_step(paged_attention_update),
     "paged, replicated queries": lambda _: paged_step(paged_attention, replicated=("query",)),
     "paged, equal numbers of heads": lambda _: paged_step(paged_attention, heads=(4, 4)),
     "paged, cache split between K and V": lambda _: paged_step(paged_attention, heads=(8, 2)),
@@ -464,6 +499,8 @@ SLOW = {
     "dense, one KV head, by batch and heads",
     "update, per_page",
     "gather, per_page",
+    "update, scales, stacked",
+    "update, scales, per_page",
     "rope, per_page",
     "rope, interleaved, KV heads by one axis",
     "rope, per_page, KV heads by one axis",

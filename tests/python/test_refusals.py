@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from calls import E4M3, every_call
+from calls import E4M3, E5M2, every_call
 from jax_adapter import arrays_of, function_of
 
 
@@ -29,6 +29,12 @@ UPDATE, ROPE = "kv_cache_update: float32 interleaved plain", "rope_kv_cache_upda
 LATENT, LATENT_STEP = "mla_paged_attention: plain", "mla_paged_attention_update: plain"
 ADD, MERGE, GATHER = "simple_add: float32", "merge_attention_states: float32", "gather_kv_cache: interleaved float32"
 UPDATE_SPLIT, GATHER_SPLIT = "kv_cache_update: split float32", "gather_kv_cache: split float32"
+SCALED, SCALED_STEP = (
+    f"{function}: scales bfloat16 int8 plain" for function in ("paged_attention", "paged_attention_update")
+)
+SCALED_UPDATE, SCALED_GATHER = (
+    f"{function}: scales float32 int8 interleaved" for function in ("kv_cache_update", "gather_kv_cache")
+)
 # A call, its change, and the error.
 BY_BOTH = [
     (ADD, {"b": zeros(4)}, ValueError, "b has shape [4], expected the shape of a, [3, 4]"),
@@ -45,6 +51,17 @@ BY_BOTH = [
     (PAGED, {"soft_cap": -2.0}, ValueError, "soft_cap is -2, expected finite and >= 0"),
     (PAGED, {"sinks": zeros(4)}, ValueError, "sinks has shape [4], expected [Hq=8]"),
     (PAGED, {"out_dtype": np.dtype(np.float16)}, NotImplementedError, "kv_cache is f32 and out is f16"),
+    (SCALED, {"kv_scale_cache": None}, ValueError, "kv_cache has dtype i8, which needs its scales, kv_scale_cache"),
+    (SCALED, {"kv_scale_cache": zeros(3, 4, 4)}, ValueError, "kv_scale_cache has shape [3, 4, 4], expected that of"),
+    (SCALED, {"k_scale": 0.5}, ValueError, "k_scale is given, but kv_scale_cache holds the scales"),
+    (SCALED, cast(np.float32, "query"), ValueError, "query with kv_scale_cache has dtype f32, expected f16 or bf16"),
+    (SCALED_STEP, {"v_scale": 0.5}, ValueError, "v_scale is given, but kv_scale_cache holds the scales"),
+    (SCALED_UPDATE, cast(np.float16, "kv_scale_cache"), ValueError, "kv_scale_cache has dtype f16, expected f32"),
+    (SCALED_UPDATE, cast(E5M2, "kv_cache"), ValueError, "has dtype f8e5m2, expected i8 or f8e4m3fn"),
+    (SCALED_UPDATE, {"k_scale": 0.5}, ValueError, "k_scale is given, but kv_scale_cache holds the scales"),
+    (SCALED_GATHER, {"dtype": np.dtype(np.int8)}, ValueError, "keys with kv_scale_cache has dtype i8, expected f16"),
+    (UPDATE_SPLIT, {"kv_scale_cache": zeros(8, 4, 4)}, ValueError, "kv_scale_cache is given with K and V in two"),
+    (GATHER_SPLIT, {"kv_scale_cache": zeros(8, 4, 4)}, ValueError, "kv_scale_cache is given with kv_layout=0"),
     (STEP, truncate(32, "value"), ValueError, "value has shape [20, 2, 32], expected [T=20, Hkv=2"),
     (STEP, cast(np.float16, "key"), ValueError, "key has dtype f16, expected f32"),
     (STEP, cast(np.float32, "slot_mapping"), TypeError, "expected integers"),

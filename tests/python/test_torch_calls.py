@@ -50,12 +50,12 @@ def test_results_are_those_of_the_c_interface(torch_device, name):
     call.check(*map(array, actual))
     if call.updates is None:
         return
-    kept = flatten(tensor_arguments(call)[call.updates])
-    assert_equal(flatten(operands[call.updates]), kept)  # the arguments are not modified
+    kept = call.updated(tensor_arguments(call))
+    assert_equal(call.updated(operands), kept)  # the arguments are not modified
     if call.function == "rope_kv_cache_update" and torch_device == "xla":
         return  # which supports no operator that mutates its operands
     others = flatten(IN_PLACE[call.function](**operands))
-    call.check(*map(array, (*others, *flatten(operands[call.updates]))))
+    call.check(*map(array, (*others, *call.updated(operands))))
 
 
 @each_plain
@@ -161,6 +161,8 @@ def operators_of(call, operands):
     names = [f"{call.function}_split" if split and call.updates else call.function]
     if call.function == "flash_attn_varlen":
         names = ["flash_attn_varlen_op"]
+    if call.updates and "kv_scale_cache" in operands:
+        names = [f"{call.function}_scaled"]
     if returns_lse:
         names += [f"{name}_with_lse" for name in names]
     if call.updates:
@@ -173,7 +175,8 @@ def operators_of(call, operands):
 def test_every_operator_passes_opcheck():
     """Without NaN in the operands, because opcheck would find NaN unequal."""
     checked = set()
-    for call in PLAIN.values():
+    scaled = "paged_attention_update: scales bfloat16 int8 plain", "kv_cache_update: scales float32 int8 interleaved"
+    for call in (*PLAIN.values(), *(every_call()[name] for name in scaled)):
         for op, arguments in operators_of(call, with_tensors(tensor_arguments(call), torch.nan_to_num, range(6))):
             torch.library.opcheck(op, [arguments.get(x.name, x.default_value) for x in op._schema.arguments])
             checked.add(op._schema.name + (f".{op._schema.overload_name}" if op._schema.overload_name else ""))

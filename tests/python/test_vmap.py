@@ -33,12 +33,17 @@ CASES = {
         ("tree_mask (6, 9, 1)", f"query kv_cache {SEQUENCES} tree_mask", 1),
         ("sliding_window+tree_mask (6, 4, 1)", f"query {SEQUENCES}", 1),
         ("k_start+k_end+tree_mask (6, 40, 2)", "k_end tree_mask", 1),
+        ("scales bfloat16 int8 plain", f"query kv_cache {SEQUENCES} kv_scale_cache", 1),
+        ("scales bfloat16 int8 plain", f"query {SEQUENCES}", 1),
+        ("scales bfloat16 int8 plain", "kv_scale_cache", 1),
     ],
     "paged_attention_update": [
         ("plain", f"query kv_cache {SEQUENCES} {ROWS}", 1),
         ("plain", f"query {SEQUENCES} {ROWS}", 1),
         ("plain", "query kv_cache key value", 1),
         ("tree_mask (6, 9, 1)", f"query kv_cache {SEQUENCES} {ROWS} tree_mask", 1),
+        ("scales bfloat16 int8 plain", f"query kv_cache {SEQUENCES} {ROWS} kv_scale_cache", 1),
+        ("scales bfloat16 int8 plain", f"query {SEQUENCES} {ROWS}", 1),
     ],
     "mla_paged_attention": [
         ("plain", "q", 1),
@@ -63,6 +68,9 @@ CASES = {
         ("float32 interleaved k_scale", f"kv_cache {ROWS}", 1),
         ("float32 interleaved k_scale", f"kv_cache {ROWS} k_scale", 0),
         ("split float32", f"kv_cache {ROWS}", 1),
+        ("scales float32 int8 interleaved", f"kv_cache {ROWS} kv_scale_cache", 1),
+        ("scales bfloat16 float8_e4m3fn stacked", f"kv_cache {ROWS} kv_scale_cache", 1),
+        ("scales float16 int8 per_page", f"{ROWS}", 1),
     ],
     "rope_kv_cache_update": [
         ("float32 interleaved False", f"kv_cache query {ROWS} positions", 1),
@@ -98,6 +106,10 @@ CASES = {
         ("split float32", "kv_cache block_tables", 1),
         ("stacked float32", "block_tables context_lens", 1),
         ("stacked float32", "kv_cache", 0),
+        ("scales float32 int8 interleaved", "kv_cache kv_scale_cache", 1),
+        ("scales float32 int8 interleaved", "block_tables kv_scale_cache", 1),
+        ("scales bfloat16 float8_e4m3fn stacked", "kv_cache kv_scale_cache", 0),
+        ("scales float16 int8 per_page", "kv_scale_cache context_lens", 1),
     ],
 }
 CASES = [(f"{function}: {name}", *case) for function, cases in CASES.items() for name, *case in cases]

@@ -26,8 +26,9 @@ def with_workspace(
     *,
     kv_heads: int,
     num_seqs: Any,  # noqa: ANN401
+    after_workspace: Sequence[jax.ShapeDtypeStruct | None] = (),
 ) -> list[Array]:
-    """Emit an attention call with a workspace after its results; returns the results that are not None.
+    """Emit an attention call with a workspace after `results`; returns the other results that are not None.
 
     ``operands[0]`` is ``[T, Hq, D]``, ``results[0]`` ``[T, Hq, Dv]``; T and `num_seqs` may be symbolic.
 
@@ -42,5 +43,6 @@ def with_workspace(
         options = (query.dtype, bool(attributes["batch_invariant"]))
         size = _library.workspace(target, *static, *options, query.shape[0], num_seqs)
     workspace = None if isinstance(size, int) and size == 0 else jax.ShapeDtypeStruct((size,), jnp.uint8)
-    arrays = custom_call(target, operands, [*results, workspace], attributes)
-    return [array for array, result in zip(arrays, results, strict=False) if result is not None]
+    arrays = custom_call(target, operands, [*results, workspace, *after_workspace], attributes)
+    given = [*results, None, *after_workspace]
+    return [array for array, result in zip(arrays, given, strict=False) if result is not None]

@@ -41,6 +41,20 @@ def concat_caches(axis_size: int, is_batched: bool, cache: Array, layout: np.int
     return concat_rows(cache)
 
 
+def concat_read_caches(
+    axis_size: int, in_batched: Sequence[bool], cache: Array, scale_cache: Array | None
+) -> tuple[int | None, Array, Array | None]:
+    """The interleaved caches that n calls read, and the scales of their rows, as those of one call.
+
+    With them comes the number of pages of each call, None where all calls read the same cache.
+    """
+    if not any(in_batched):
+        return None, cache, scale_cache
+    pages = cache.shape[int(in_batched[0])]
+    cache = concat_caches(axis_size, in_batched[0], cache)
+    return pages, cache, None if scale_cache is None else concat_caches(axis_size, in_batched[1], scale_cache)
+
+
 def layout_of_concat(layout: np.int64) -> np.int64:
     """The layout of `concat_caches`: a stacked cache becomes one long page, with K and V per page."""
     return _PER_PAGE if layout == _STACKED else layout

@@ -64,6 +64,11 @@ def scale_operand(scale: Array | float | None) -> Array | None:
     return None if scale is None else jnp.atleast_1d(jnp.asarray(scale, jnp.float32))
 
 
+def scale_cache_operand(scales: Any) -> Array | None:  # noqa: ANN401
+    """The scales of a cache's rows as they are; another dtype than f32 is the handler's error."""
+    return None if scales is None else jnp.asarray(scales)
+
+
 def custom_call(
     target: str,
     operands: Sequence[Array | None],
@@ -99,7 +104,12 @@ def custom_call(
         _library.check(target, *shapes, attributes)
     operands = [jnp.zeros((0,), jnp.float32) if x is None else x for x in _without_trailing_none(operands)]
     results = [jax.ShapeDtypeStruct((0,), jnp.uint8) if x is None else x for x in _without_trailing_none(results)]
-    aliases = {operand: result for result, operand in operator(target).aliases.items()}
+    # An operand that is left out has no result either.
+    aliases = {
+        operand: result
+        for result, operand in operator(target).aliases.items()
+        if operand < len(operands) and result < len(results)
+    }
     call = jax.ffi.ffi_call(target, results, input_output_aliases=aliases or None)
     # Within shard_map, results vary along the same mesh axes as the operands; not every JAX infers this.
     axes = manual_axes(operands)

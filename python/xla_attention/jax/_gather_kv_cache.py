@@ -10,11 +10,11 @@ import numpy as np
 from .._documentation import documented
 from .._options import kv_layout_number, reject_kv_layout
 from ._batching import batch_at_front, concat_block_tables, concat_rows, with_batching
-from ._call import Array, custom_call, scale_operand, static_i64
+from ._call import Array, custom_call, scale_cache_operand, scale_operand, static_i64
 from ._indices import index_operand
 from ._no_gradient import without_gradient
 from ._sharding import ShardingRule, drop_absent, partitioned
-from ._sharding_dims import CACHE_DIMS, scale_dims
+from ._sharding_dims import CACHE_DIMS, scale_cache_dims, scale_dims
 
 _STACKED, _PER_PAGE = map(kv_layout_number, ("stacked", "per_page"))
 
@@ -35,6 +35,7 @@ def gather_kv_cache(
     dtype: Any = None,  # noqa: ANN401
     k_scale: Array | float | None = None,
     v_scale: Array | float | None = None,
+    kv_scale_cache: Array | None = None,
     kv_layout: str | None = None,
 ) -> tuple[Array, Array, Array]:
     """Copy the keys and values of sequences out of a paged cache into packed rows, those of a sequence in order.
@@ -47,7 +48,8 @@ def gather_kv_cache(
     ----------
     kv_cache : Array or pair of Arrays
         K and V in one buffer, see `kv_layout`; or in two, ``[P, page_size, Hkv, D]`` and
-        ``[P, page_size, Hkv, Dv]``. f16, bf16, f32, ``float8_e4m3fn`` or ``float8_e5m2``.
+        ``[P, page_size, Hkv, Dv]``. f16, bf16, f32, ``float8_e4m3fn`` or ``float8_e5m2``; with
+        `kv_scale_cache` ``int8`` or ``float8_e4m3fn``.
     block_tables : Array
     context_lens : Array
     capacity : int
@@ -60,6 +62,8 @@ def gather_kv_cache(
         ... The scale that `kv_cache_update` was given.
     v_scale : Array or float, optional
         ... The scale that `kv_cache_update` was given.
+    kv_scale_cache : Array, optional
+        ... ``docs/quantized_cache.md`` explains such caches.
     kv_layout : str, optional
         The layout of a cache in one buffer: ``"interleaved"`` (the default), ``[P, page_size, 2*Hkv, D]`` with K of
         head h at index 2h and V at 2h+1; ``"stacked"``, ``[2, P, page_size, Hkv, D]``; ``"per_page"``,
@@ -110,7 +114,8 @@ def gather_kv_cache(
     if static.capacity < 0:
         raise ValueError(f"xla_gpu_gather_kv_cache: capacity is {capacity}, expected >= 0")
     tables, lens = index_operand("block_tables", block_tables), index_operand("context_lens", context_lens)
-    return _gather(static, k_cache, v_cache, tables, lens, scale_operand(k_scale), scale_operand(v_scale))
+    scales = scale_operand(k_scale), scale_operand(v_scale), scale_cache_operand(kv_scale_cache)
+    return _gather(static, k_cache, v_cache, tables, lens, *scales)
 
 
 @functools.partial(jax.jit, static_argnums=0)
@@ -131,7 +136,8 @@ def _ffi_call(static: _Static, *operands: Array | None) -> tuple[Array, Array, A
 
 def _sharding_rule(static: _Static, *operands: Array | None) -> ShardingRule:
     caches = (CACHE_DIMS[static.kv_layout], ".") if static.kv_layout else ("Pshd", "Pshe")
-    dims = (*caches, "..", ".", *map(scale_dims, operands[4:]))
+    scales = scale_cache_dims(static.kv_layout) if static.kv_layout else "...."
+    dims = (*caches, "..", ".", *map(scale_dims, operands[4:6]), scales)
     return ShardingRule(drop_absent(dims, operands), ("nhd", "nhe", "."))
 
 
@@ -139,9 +145,9 @@ def _batching_rule(
     static: _Static, axis_size: int, in_batched: list, operands: tuple[Array | None, ...]
 ) -> tuple | None:
     """One call packs the rows of all calls densely; each call's rows are then copied to the start of its results."""
-    k_cache, v_cache, tables, lens, *scales = operands
-    has_caches, capacity = any(in_batched[:2]), static.capacity
-    if any(in_batched[4:]) or (has_caches and static.kv_layout == _STACKED):
+    k_cache, v_cache, tables, lens, *scales, scale_cache = operands
+    has_caches, capacity = any((*in_batched[:2], in_batched[6])), static.capacity
+    if any(in_batched[4:6]) or (has_caches and static.kv_layout == _STACKED):
         return None
     if axis_size * capacity > np.iinfo(np.int32).max:
         return None
@@ -149,6 +155,8 @@ def _batching_rule(
     pages, page_size = (shape[i] for i in {_STACKED: (1, 2), _PER_PAGE: (0, 2)}.get(static.kv_layout, (0, 1)))
     if has_caches:
         k_cache = concat_rows(batch_at_front(axis_size, in_batched[0], k_cache))
+        if scale_cache is not None:
+            scale_cache = concat_rows(batch_at_front(axis_size, in_batched[6], scale_cache))
         if not static.kv_layout:
             v_cache = concat_rows(batch_at_front(axis_size, in_batched[1], v_cache))
     tables, lens = (batch_at_front(axis_size, *pair) for pair in zip(in_batched[2:4], (tables, lens), strict=True))
@@ -156,7 +164,7 @@ def _batching_rule(
     starts = _cu_seqlens(jnp.clip(lens, 0, longest), capacity)
     if has_caches:
         tables = concat_block_tables(tables, pages)
-    operands = k_cache, v_cache, concat_rows(tables), jnp.diff(starts).reshape(-1), *scales
+    operands = k_cache, v_cache, concat_rows(tables), jnp.diff(starts).reshape(-1), *scales, scale_cache
 
     def split_results(keys: Array, values: Array, _: Array) -> tuple[Array, Array, Array]:
         total = starts[:, -1]

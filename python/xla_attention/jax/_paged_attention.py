@@ -14,13 +14,13 @@ from ._attention import output_dtype, with_workspace
 from ._batching import batch_at_front, concat_rows, split_rows, with_batching
 from ._batching_pages import (
     concat_batches,
-    concat_caches,
+    concat_read_caches,
     concat_score_operands,
     concat_sequences,
     concat_trees,
     split_lse_of_sequences,
 )
-from ._call import Array, scale_operand, static_attributes, static_bool
+from ._call import Array, scale_cache_operand, scale_operand, static_attributes, static_bool
 from ._indices import index_operand, optional_index_operand
 from ._no_gradient import without_gradient
 from ._sharding import ShardingRule, drop_absent, partitioned
@@ -51,6 +51,7 @@ def paged_attention(
     k_start: Array | None = None,
     k_end: Array | None = None,
     tree_mask: Array | None = None,
+    kv_scale_cache: Array | None = None,
     batch_invariant: bool = False,
     return_lse: bool = False,
     out_dtype: Any = None,  # noqa: ANN401
@@ -83,6 +84,8 @@ def paged_attention(
     k_end : Array, optional
     tree_mask : Array, optional
         ... `pack_tree_mask` makes it of booleans.
+    kv_scale_cache : Array, optional
+        ... ``docs/quantized_cache.md`` explains such caches.
     batch_invariant : bool
     return_lse : bool
         Whether to return `softmax_lse` too.
@@ -131,8 +134,8 @@ def paged_attention(
     query = jnp.asarray(query)
     operands = (query, jnp.asarray(kv_cache), *metadata(context_lens, block_tables, query_start_loc, num_seqs))
     optional = score_operands(alibi_slopes, sinks, q_scale, k_scale, v_scale) + mask_operands(k_start, k_end, tree_mask)
-    dtype = output_dtype(query.dtype, out_dtype)
-    return _paged_attention(Static(*attributes, dtype, static_bool("return_lse", return_lse)), *operands, *optional)
+    static = Static(*attributes, output_dtype(query.dtype, out_dtype), static_bool("return_lse", return_lse))
+    return _paged_attention(static, *operands, *optional, scale_cache_operand(kv_scale_cache))
 
 
 def score_attributes(
@@ -210,7 +213,7 @@ def _ffi_call(static: Static, *operands: Array | None) -> tuple[Array, ...]:
 
 
 def _sharding_rule(static: Static, *operands: Array | None) -> ShardingRule:
-    dims = ("tHd", "Pscd", *sequence_dims(operands[5]), *score_dims(*operands[6:11]), "t", "t", "...")
+    dims = ("tHd", "Pscd", *sequence_dims(operands[5]), *score_dims(*operands[6:11]), "t", "t", "...", "Psc")
     return ShardingRule(drop_absent(dims, operands), ("tHd", "Ht")[: 1 + static.return_lse])
 
 
@@ -224,15 +227,14 @@ def _batching_rule(
     trees = concat_trees(axis_size, in_batched[13], operands[13])
     if scores is None:
         return None
-    pages = cache.shape[1] if in_batched[1] else None
-    cache = concat_caches(axis_size, True, cache) if in_batched[1] else cache
+    pages, cache, scale_cache = concat_read_caches(axis_size, (in_batched[1], in_batched[14]), cache, operands[14])
     sequences = concat_sequences(axis_size, in_batched[2:6], sequences, query.shape[1], pages)
     starts = sequences[2]
 
     def split_results(out: Array, *lse: Array) -> tuple[Array, ...]:
         return split_rows(out, axis_size), *(split_lse_of_sequences(x, axis_size, starts) for x in lse)
 
-    return static, (concat_rows(query), cache, *sequences, *scores, *ranges, trees), split_results
+    return static, (concat_rows(query), cache, *sequences, *scores, *ranges, trees, scale_cache), split_results
 
 
 _attention_call = with_batching(partitioned("xla_gpu_paged_attention", _ffi_call, _sharding_rule), _batching_rule)

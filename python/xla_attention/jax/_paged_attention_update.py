@@ -19,7 +19,7 @@ from ._batching_pages import (
     concat_trees,
     split_lse_of_sequences,
 )
-from ._call import Array, static_bool
+from ._call import Array, scale_cache_operand, static_bool
 from ._indices import slot_operand
 from ._no_gradient import without_gradient
 from ._paged_attention import WITH_GRADIENT, Static, mask_operands, metadata, score_attributes, score_operands
@@ -50,10 +50,11 @@ def paged_attention_update(
     k_start: Array | None = None,
     k_end: Array | None = None,
     tree_mask: Array | None = None,
+    kv_scale_cache: Array | None = None,
     batch_invariant: bool = False,
     return_lse: bool = False,
     out_dtype: Any = None,  # noqa: ANN401
-) -> tuple[Array, Array] | tuple[Array, Array, Array]:
+) -> tuple[Array, ...]:
     """Write the keys and values of new tokens into a paged cache and attend over it, in one call.
 
     The results are those of `kv_cache_update` and then `paged_attention`, bit for bit. The cache is updated in place
@@ -80,6 +81,8 @@ def paged_attention_update(
         As for `paged_attention`.
     k_scale : Array or float, optional
     v_scale : Array or float, optional
+    kv_scale_cache : Array, optional
+        ... The call computes those of the new tokens; it is updated as `kv_cache` is.
     return_lse : bool
         Whether to return `softmax_lse` too.
 
@@ -91,7 +94,9 @@ def paged_attention_update(
         ``f32[Hq, T]``: natural logarithm of the softmax denominators, sinks included; -inf for rows that attend to
         neither a key nor a sink. Only with ``return_lse=True``.
     kv_cache : Array
-        The updated cache, always last.
+        The updated cache, last but for its scales.
+    kv_scale_cache : Array
+        The updated scales. Only with `kv_scale_cache`.
 
     Raises
     ------
@@ -125,15 +130,16 @@ def paged_attention_update(
         slot_operand("slot_mapping", slot_mapping),
     )
     optional = score_operands(alibi_slopes, sinks, q_scale, k_scale, v_scale) + mask_operands(k_start, k_end, tree_mask)
-    dtype = output_dtype(query.dtype, out_dtype)
-    return _update(Static(*attributes, dtype, static_bool("return_lse", return_lse)), *operands, *optional)
+    static = Static(*attributes, output_dtype(query.dtype, out_dtype), static_bool("return_lse", return_lse))
+    return _update(static, *operands, *optional, scale_cache_operand(kv_scale_cache))
 
 
 @functools.partial(jax.jit, static_argnums=0)
 @without_gradient("paged_attention_update", WITH_GRADIENT, num_static=1)
 def _update(static: Static, *operands: Array | None) -> tuple[Array, ...]:
-    out, kv_cache, *lse = _update_call(static, *operands)
-    return out, *lse, kv_cache
+    out, kv_cache, *others = _update_call(static, *operands)
+    lse, scales = others[: int(static.return_lse)], others[int(static.return_lse) :]
+    return out, *lse, kv_cache, *scales
 
 
 def _ffi_call(static: Static, *operands: Array | None) -> tuple[Array, ...]:
@@ -146,6 +152,7 @@ def _ffi_call(static: Static, *operands: Array | None) -> tuple[Array, ...]:
         operator("xla_gpu_paged_attention_update").attributes_of(static),
         kv_heads=kv_cache.shape[2] // 2 if kv_cache.ndim == 4 else 0,
         num_seqs=context_lens.shape[0] if context_lens.ndim else 0,
+        after_workspace=() if operands[17] is None else (operands[17],),
     )
     return tuple(results)
 
@@ -162,8 +169,10 @@ def _sharding_rule(static: Static, *operands: Array | None) -> ShardingRule:
         "t",
         "t",
         "...",
+        "Psc",
     )
-    return ShardingRule(drop_absent(dims, operands), ("tHd", "Pscd", "Ht")[: 2 + static.return_lse])
+    scales = () if operands[17] is None else ("Psc",)
+    return ShardingRule(drop_absent(dims, operands), ("tHd", "Pscd", "Ht")[: 2 + static.return_lse] + scales)
 
 
 def _batching_rule(
@@ -178,15 +187,18 @@ def _batching_rule(
         return None
     query, key, value = concat_batches(axis_size, (in_batched[0], *in_batched[6:8]), (query, *operands[6:8]))
     cache = concat_caches(axis_size, in_batched[1], cache)
+    scale_cache = None if operands[17] is None else concat_caches(axis_size, in_batched[17], operands[17])
     rows, pages = query.shape[0] // axis_size, cache.shape[0] // axis_size
     sequences = concat_sequences(axis_size, in_batched[2:6], sequences, rows, pages)
     starts = sequences[2]
 
-    def split_results(out: Array, cache: Array, *lse: Array) -> tuple[Array, ...]:
+    def split_results(out: Array, cache: Array, *others: Array) -> tuple[Array, ...]:
+        lse, scales = others[: int(static.return_lse)], others[int(static.return_lse) :]
         lse = (split_lse_of_sequences(x, axis_size, starts) for x in lse)
-        return split_rows(out, axis_size), split_rows(cache, axis_size), *lse
+        caches = (split_rows(x, axis_size) for x in scales)
+        return split_rows(out, axis_size), split_rows(cache, axis_size), *lse, *caches
 
-    return static, (query, cache, *sequences, key, value, slots, *scores, *ranges, trees), split_results
+    return static, (query, cache, *sequences, key, value, slots, *scores, *ranges, trees, scale_cache), split_results
 
 
 _update_call = with_batching(partitioned("xla_gpu_paged_attention_update", _ffi_call, _sharding_rule), _batching_rule)

@@ -1,5 +1,7 @@
 """Dimension letters of operands that several operators have, see `_sharding`."""
 
+import numpy as np
+
 from .._options import kv_layout_number
 from ._call import Array
 
@@ -9,6 +11,11 @@ CACHE_DIMS = {
     kv_layout_number("stacked"): "KPshd",
     kv_layout_number("per_page"): "PKshd",
 }
+
+
+def scale_cache_dims(kv_layout: np.int64) -> str:
+    """The letters of the scales of a cache's rows: those of the cache, without the last."""
+    return CACHE_DIMS[kv_layout][:-1]
 
 
 def scale_dims(scale: Array | None) -> str:

@@ -2,7 +2,7 @@
 
 import dataclasses
 from collections.abc import Iterable, Mapping, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -53,8 +53,10 @@ class Call:
 
     @property
     def aliases(self) -> Mapping[int, int]:
-        """The index of the operand that a result updates, by the index of the result."""
-        return operator(self.target).aliases
+        """The index of the operand that a result updates, by the index of the result, of those that are given."""
+        operands = list(self.operands.values())
+        declared = operator(self.target).aliases.items()
+        return {result: operand for result, operand in declared if operands[operand] is not None}
 
     def device(self) -> torch.device:
         """The device of all operands; ValueError if they are on different devices."""
@@ -73,6 +75,13 @@ class Call:
         if all(isinstance(size, int) for tensor in tensors if tensor is not None for size in tensor.shape):
             operands, results = (_shapes(side) for side in (self.operands.values(), self.results))
             _library.check(self.target, operands, results, self.attributes)
+
+
+def put_workspace(target: str, results: Sequence[Any], workspace: Any) -> list[Any]:  # noqa: ANN401
+    """The results with something for the workspace in its place: behind them, or in place of a None among them."""
+    place = operator(target).result_index("workspace")
+    missing = [None] * (place - len(results))
+    return [*results[:place], *missing, workspace, *results[place + 1 :]]
 
 
 def _shapes(tensors: Iterable[torch.Tensor | Result | None]) -> list[tuple[Sequence[int], int] | None]:

@@ -10,7 +10,7 @@ import torch
 from .._library import Action, Request, ShapeAndDtype, View
 from . import _plan
 from ._cache import put
-from ._call import DTYPES, Call, Result
+from ._call import DTYPES, Call, Result, put_workspace
 from ._in_place import increment_versions
 from ._overlap import Extent, extent_of, has_internal_overlap, reject_internal_overlap, reject_overlap
 
@@ -73,7 +73,7 @@ def run(call: Call, *, in_place: bool = False) -> list[torch.Tensor | None]:
     # The CPU ignores the workspace.
     has_workspace = call.workspace is not None and device.type == "cuda"
     workspace = call.workspace.result(call.target) if has_workspace else None
-    outputs = [*results, _new(workspace, device)] if has_workspace else results
+    outputs = put_workspace(call.target, results, _new(workspace, device)) if has_workspace else results
 
     def make_request() -> Request:
         return Request(call.target, _views(operands), _views(outputs), call.attributes)

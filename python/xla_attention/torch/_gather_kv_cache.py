@@ -23,6 +23,7 @@ def gather_kv_cache(
     dtype: torch.dtype | None = None,
     k_scale: torch.Tensor | float | None = None,
     v_scale: torch.Tensor | float | None = None,
+    kv_scale_cache: torch.Tensor | None = None,
     kv_layout: str | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Copy the keys and values of sequences out of a paged cache into packed rows, those of a sequence in order.
@@ -35,7 +36,8 @@ def gather_kv_cache(
     ----------
     kv_cache : Tensor or pair of Tensors
         K and V in one buffer, see `kv_layout`; or in two, ``[P, page_size, Hkv, D]`` and
-        ``[P, page_size, Hkv, Dv]``. f16, bf16, f32, ``float8_e4m3fn`` or ``float8_e5m2``.
+        ``[P, page_size, Hkv, Dv]``. f16, bf16, f32, ``float8_e4m3fn`` or ``float8_e5m2``; with
+        `kv_scale_cache` ``int8`` or ``float8_e4m3fn``.
     block_tables : Tensor
     context_lens : Tensor
     capacity : int
@@ -47,6 +49,8 @@ def gather_kv_cache(
         ... The scale that `kv_cache_update` was given.
     v_scale : Tensor or float, optional
         ... The scale that `kv_cache_update` was given.
+    kv_scale_cache : Tensor, optional
+        ... ``docs/quantized_cache.md`` explains such caches.
     kv_layout : str, optional
         The layout of a cache in one buffer: ``"interleaved"`` (the default), ``[P, page_size, 2*Hkv, D]`` with K of
         head h at index 2h and V at 2h+1; ``"stacked"``, ``[2, P, page_size, Hkv, D]``; ``"per_page"``,
@@ -86,7 +90,7 @@ def gather_kv_cache(
         reject_kv_layout(kv_layout)
     scales = scale_tensor(k_scale, k_cache), scale_tensor(v_scale, k_cache)
     return torch.ops.xla_gpu.gather_kv_cache(
-        k_cache, v_cache, block_tables, context_lens, capacity, *scales, kv_layout, dtype
+        k_cache, v_cache, block_tables, context_lens, capacity, *scales, kv_layout, dtype, kv_scale_cache
     )
 
 
@@ -100,6 +104,7 @@ def _lower(
     v_scale: torch.Tensor | None = None,
     kv_layout: str | None = None,
     dtype: torch.dtype | None = None,
+    kv_scale_cache: torch.Tensor | None = None,
 ) -> Call:
     if isinstance(capacity, int) and capacity < 0:
         raise ValueError(f"{_OPERATOR.target}: capacity is {capacity}, expected >= 0")
@@ -116,6 +121,7 @@ def _lower(
             "context_lens": index_operand("context_lens", context_lens),
             "k_scale": scale_operand(k_scale),
             "v_scale": scale_operand(v_scale),
+            "kv_scale_cache": kv_scale_cache,
         },
         (
             *(Result((capacity, heads, dim), dtype) for dim in dims),
@@ -128,8 +134,8 @@ def _lower(
 
 define(
     "xla_gpu::gather_kv_cache",
-    f"({_OPERATOR.required_tensors()}, SymInt capacity, {_OPERATOR.optional_tensors()}, str? kv_layout=None, "
-    "ScalarType? dtype=None) -> (Tensor, Tensor, Tensor)",
+    f"({_OPERATOR.required_tensors()}, SymInt capacity, {_OPERATOR.optional_tensors(without=('kv_scale_cache',))}, "
+    "str? kv_layout=None, ScalarType? dtype=None, Tensor? kv_scale_cache=None) -> (Tensor, Tensor, Tensor)",
     _lower,
     tuple,
     alternative="the cache indexed by page and offset",

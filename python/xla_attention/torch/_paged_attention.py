@@ -1,7 +1,7 @@
 """paged_attention in torch."""
 
 import functools
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import torch
 
@@ -14,7 +14,7 @@ from ._plan import planned
 from ._tree_mask import tree_operand
 
 _TARGET = "xla_gpu_paged_attention"
-_NEWER = ("k_start", "k_end", "tree_mask")  # operands that are newer than torch's operators
+NEWER = ("k_start", "k_end", "tree_mask", "kv_scale_cache")  # operands that are newer than torch's operators
 # The alternative that has a gradient.
 PACKED = "flash_attn_varlen over packed keys"
 
@@ -40,6 +40,7 @@ def paged_attention(
     k_start: torch.Tensor | None = None,
     k_end: torch.Tensor | None = None,
     tree_mask: torch.Tensor | None = None,
+    kv_scale_cache: torch.Tensor | None = None,
     batch_invariant: bool = False,
     return_lse: bool = False,
     out_dtype: torch.dtype | None = None,
@@ -73,6 +74,8 @@ def paged_attention(
     k_end : Tensor, optional
     tree_mask : Tensor, optional
         ... `pack_tree_mask` makes it of booleans.
+    kv_scale_cache : Tensor, optional
+        ... ``docs/quantized_cache.md`` explains such caches.
     batch_invariant : bool
     return_lse : bool
         Whether to return `softmax_lse` too.
@@ -121,7 +124,8 @@ def paged_attention(
     )
     ops = torch.ops.xla_gpu
     op = ops.paged_attention_with_lse if return_lse else ops.paged_attention
-    return op(*arguments, alibi_slopes, sinks, *scales, batch_invariant, out_dtype, k_start, k_end, tree_mask)
+    newer = (k_start, k_end, tree_mask, kv_scale_cache)
+    return op(*arguments, alibi_slopes, sinks, *scales, batch_invariant, out_dtype, *newer)
 
 
 def ragged_paged_attention(
@@ -193,6 +197,7 @@ def lower(
     k_start: torch.Tensor | None = None,
     k_end: torch.Tensor | None = None,
     tree_mask: torch.Tensor | None = None,
+    kv_scale_cache: torch.Tensor | None = None,
     *,
     with_lse: bool,
     target: str = _TARGET,
@@ -228,6 +233,7 @@ def lower(
             "k_start": index_operand("k_start", k_start),
             "k_end": index_operand("k_end", k_end),
             "tree_mask": tree_operand(tree_mask),
+            "kv_scale_cache": kv_scale_cache,
         },
         (Result(query.shape, dtype), lse),
         operator(target).typed(
@@ -243,15 +249,21 @@ def lower(
     )
 
 
-def schema(target: str, num_seqs: str, returns: str, *, in_place: bool = False) -> str:
-    """The arguments and results of `paged_attention`, or of `target`, as a torch schema; `num_seqs` is a type."""
+def schema(
+    target: str, num_seqs: str, returns: str, *, in_place: bool = False, newer: Sequence[str] = NEWER, scales: str = ""
+) -> str:
+    """The arguments and results of `paged_attention`, or of `target`, as a torch schema.
+
+    `num_seqs` is a type, `newer` has the operands that are newer than torch's operators, and `scales` is that of scales
+    that are required.
+    """
     declared = operator(target)
     required = declared.required_tensors(in_place=in_place).replace("Tensor num_seqs", f"{num_seqs} num_seqs")
-    optional, newer = declared.optional_tensors(without=_NEWER), ", ".join(f"Tensor? {name}=None" for name in _NEWER)
-    optional, newer = declared.optional_tensors(without=_NEWER), ", ".join(f"Tensor? {name}=None" for name in _NEWER)
+    optional = declared.optional_tensors(without=NEWER)
+    newest = ", ".join(f"Tensor? {name}=None" for name in newer)
     return (
-        f"({required}, float scale, int? sliding_window=None, float? soft_cap=None, {optional}, "
-        f"bool batch_invariant=False, ScalarType? out_dtype=None, {newer}) -> {returns}"
+        f"({required}{scales}, float scale, int? sliding_window=None, float? soft_cap=None, {optional}, "
+        f"bool batch_invariant=False, ScalarType? out_dtype=None, {newest}) -> {returns}"
     )
 
 

@@ -2,6 +2,8 @@
 
 import dataclasses
 import functools
+import operator
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -10,10 +12,11 @@ from .._documentation import documented
 from ._call import Call, Result
 from ._define import define, scale_tensor
 from ._kv_cache_update import donate, slots
-from ._paged_attention import PACKED, lower, schema
+from ._paged_attention import NEWER, PACKED, lower, schema
 from ._plan import planned
 
 _TARGET = "xla_gpu_paged_attention_update"
+_TENSORS_AFTER_CACHE = 7  # context_lens to slot_mapping
 
 
 @documented("xla_gpu_paged_attention_update")
@@ -40,10 +43,11 @@ def paged_attention_update(
     k_start: torch.Tensor | None = None,
     k_end: torch.Tensor | None = None,
     tree_mask: torch.Tensor | None = None,
+    kv_scale_cache: torch.Tensor | None = None,
     batch_invariant: bool = False,
     return_lse: bool = False,
     out_dtype: torch.dtype | None = None,
-) -> tuple[torch.Tensor, torch.Tensor] | tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+) -> tuple[torch.Tensor, ...]:
     """Add the keys and values of new tokens to a paged cache and attend over it, in one call.
 
     The results are those of `kv_cache_update` and then `paged_attention`, bit for bit. The given cache is not modified;
@@ -66,6 +70,8 @@ def paged_attention_update(
         As for `paged_attention`.
     k_scale : Tensor or float, optional
     v_scale : Tensor or float, optional
+    kv_scale_cache : Tensor, optional
+        ... The call computes those of the new tokens; it is updated as `kv_cache` is.
 
     Returns
     -------
@@ -74,7 +80,9 @@ def paged_attention_update(
     softmax_lse : Tensor
         ``f32[Hq, T]``, see `paged_attention`. Only with ``return_lse=True``.
     kv_cache : Tensor
-        The updated cache, always last.
+        The updated cache, last but for its scales.
+    kv_scale_cache : Tensor
+        The updated scales. Only with `kv_scale_cache`.
 
     Raises
     ------
@@ -93,12 +101,12 @@ def paged_attention_update(
     >>> round(out[0, 0, 0].item(), 4), new[1, 2, :, 0].tolist(), cache.any().item()
     (2.0, [1.0, 6.0], False)
     """
-    ops = torch.ops.xla_gpu
-    op = ops.paged_attention_update_with_lse if return_lse else ops.paged_attention_update
+    op = _op("", return_lse, kv_scale_cache)
     rows = (query, kv_cache, context_lens, block_tables, query_start_loc, num_seqs, key, value, slot_mapping)
     scales = (scale_tensor(s, query) for s in (q_scale, k_scale, v_scale))
     scores = (scale, sliding_window, soft_cap, alibi_slopes, sinks, *scales)
-    return op(*rows, *scores, batch_invariant, out_dtype, k_start, k_end, tree_mask)
+    scale_cache = () if kv_scale_cache is None else (kv_scale_cache,)
+    return op(*rows, *scale_cache, *scores, batch_invariant, out_dtype, k_start, k_end, tree_mask)
 
 
 @planned
@@ -107,12 +115,14 @@ def paged_attention_update_(
     kv_cache: torch.Tensor,
     *rest: Any,  # noqa: ANN401
     return_lse: bool = False,
+    kv_scale_cache: torch.Tensor | None = None,
     **options: Any,  # noqa: ANN401
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
     """`paged_attention_update` in place on every device; returns ``out``, or ``out, softmax_lse``.
 
-    Arguments and errors are those of `paged_attention_update`. As with `update_cache_`, the kernel writes to the cache
-    on CPU and CUDA, also under ``torch.compile(backend="inductor")``, and on XLA the cache's buffer is donated.
+    Arguments and errors are those of `paged_attention_update`; `kv_scale_cache` is written as the cache is. As with
+    `update_cache_`, the kernel writes to the cache on CPU and CUDA, also under
+    ``torch.compile(backend="inductor")``, and on XLA the cache's buffer is donated.
 
     Examples
     --------
@@ -124,16 +134,30 @@ def paged_attention_update_(
     >>> round(out[0, 0, 0].item(), 4), cache[1, 2, :, 0].tolist()
     (2.0, [1.0, 6.0])
     """
+    caches = (kv_cache,) if kv_scale_cache is None else (kv_cache, kv_scale_cache)
     if kv_cache.device.type == "xla":
-        donate(kv_cache)
-        *results, updated = paged_attention_update(query, kv_cache, *rest, return_lse=return_lse, **options)
-        kv_cache.copy_(updated)
-        return tuple(results) if return_lse else results[0]
-    ops = torch.ops.xla_gpu
+        donate(*caches)
+        if kv_scale_cache is not None:
+            options["kv_scale_cache"] = kv_scale_cache
+        results = paged_attention_update(query, kv_cache, *rest, return_lse=return_lse, **options)
+        for cache, updated in zip(caches, results[-len(caches) :], strict=True):
+            cache.copy_(updated)
+        return results[:2] if return_lse else results[0]
     for name in ("q_scale", "k_scale", "v_scale"):
         options[name] = scale_tensor(options.get(name), query)
-    op = ops.paged_attention_update_with_lse_ if return_lse else ops.paged_attention_update_
-    return op(query, kv_cache, *rest, **options)
+    if kv_scale_cache is not None:
+        # It comes after slot_mapping.
+        if len(rest) > _TENSORS_AFTER_CACHE:
+            rest = (*rest[:_TENSORS_AFTER_CACHE], kv_scale_cache, *rest[_TENSORS_AFTER_CACHE:])
+        else:
+            options["kv_scale_cache"] = kv_scale_cache
+    return _op("_", return_lse, kv_scale_cache)(query, kv_cache, *rest, **options)
+
+
+def _op(in_place: str, return_lse: bool, kv_scale_cache: torch.Tensor | None) -> Callable[..., Any]:
+    """The operator of torch: in place with the suffix ``_``, with a log-sum-exp, with scales of the cache's rows."""
+    scaled = "" if kv_scale_cache is None else "_scaled"
+    return getattr(torch.ops.xla_gpu, f"paged_attention_update{scaled}{'_with_lse' * return_lse}{in_place}")
 
 
 def _lower(
@@ -162,8 +186,43 @@ def _lower(
     )
 
 
-_schema = functools.partial(schema, _TARGET)
+def _lower_scaled(*arguments: Any, with_lse: bool, **named: Any) -> Call:  # noqa: ANN401
+    """The call of an operator with scales, which are its tenth argument."""
+    arguments, named = list(arguments), dict(named)
+    scales = named.pop("kv_scale_cache") if "kv_scale_cache" in named else arguments.pop(9)
+    call = _lower(*arguments, with_lse=with_lse, kv_scale_cache=scales, **named)
+    # The None is the place of the workspace.
+    return dataclasses.replace(call, results=(*call.results, None, Result(scales.shape, scales.dtype)))
+
+
 _lower_out, _lower_with_lse = (functools.partial(_lower, with_lse=with_lse) for with_lse in (False, True))
+# The scales of the operators without them are no operand, because those could return none.
+_schema = functools.partial(schema, _TARGET, newer=[name for name in NEWER if name != "kv_scale_cache"])
+
+
+def _define_scaled(name: str, returned: Sequence[int], **options: Any) -> None:  # noqa: ANN401
+    """Define the operators with scales: as the other operators, but for a required operand, and a result."""
+    with_lse, in_place = "_with_lse" in name, options.get("in_place", False)
+    tensors = ", ".join(["Tensor"] * len(returned))
+    returns = tensors if len(returned) == 1 else f"({tensors})"
+    mutated = "(b!)" if in_place else ""
+    for overload, num_seqs in (("", "Tensor"), (".int", "int")):
+        define(
+            f"xla_gpu::{name}{overload}",
+            _schema(num_seqs, returns, in_place=in_place, scales=f", Tensor{mutated} kv_scale_cache"),
+            functools.partial(_lower_scaled, with_lse=with_lse),
+            operator.itemgetter(*returned),
+            alternative=PACKED,
+            **options,
+        )
+
+
+_OUT, _CACHE, _LSE, _SCALES = 0, 1, 2, 4  # indices of results
+
+_define_scaled("paged_attention_update_scaled", (_OUT, _CACHE, _SCALES))
+_define_scaled("paged_attention_update_scaled_with_lse", (_OUT, _LSE, _CACHE, _SCALES))
+_define_scaled("paged_attention_update_scaled_", (_OUT,), in_place=True)
+_define_scaled("paged_attention_update_scaled_with_lse_", (_OUT, _LSE), in_place=True)
 
 for _overload, _num_seqs in (("", "Tensor"), (".int", "int")):
     define(

@@ -16,7 +16,7 @@ from torch.autograd import forward_ad
 
 from .._library import Action, Request
 from ._cache import put
-from ._call import Result
+from ._call import Result, put_workspace
 from ._in_place import increment_versions
 from ._layouts import MAX_TENSORS, Memory
 from ._overlap import Extent, reject_overlap
@@ -121,8 +121,10 @@ class _Plan:
         if call.workspace is not None:
             (self._workspace,) = call.workspace.shape
             self._workspace_place = count
-            places.append(count)
-        call.request.set_indices((s or 0 for s in sources), places, count + 1)
+            all_places = put_workspace(call.request.target, places, count)
+        else:
+            all_places = places
+        call.request.set_indices((s or 0 for s in sources), all_places, count + 1)
         self._select = _selection(returned, [places[i] for i in _indices(returned, call.results)])
 
     def serves(self, tensors: Sequence[torch.Tensor]) -> bool:

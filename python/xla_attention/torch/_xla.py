@@ -3,7 +3,7 @@
 import torch
 
 from .. import torch_xla as runtime
-from ._call import Call
+from ._call import Call, put_workspace
 from ._hlo import mlir_dictionary, module
 
 # Computations, keyed by all that they depend on.
@@ -16,7 +16,9 @@ def run(call: Call) -> list[torch.Tensor | None]:
     import _XLAC
 
     call.device()
-    declared = [*call.results, *([call.workspace.result(call.target)] if call.workspace else [])]
+    declared = list(call.results)
+    if call.workspace:
+        declared = put_workspace(call.target, declared, call.workspace.result(call.target))
     while declared[-1] is None:
         declared.pop()
     operands = list(call.operands.values())
