@@ -133,8 +133,8 @@ fn bytes(dtype: &str) -> Result<u32> {
     match dtype {
         "f32" => Ok(4),
         "f16" | "bf16" => Ok(2),
-        "fp8" | "fp8_shifted" => Ok(1),
-        _ => bail!("dtype {dtype:?}, expected one of f32, f16, bf16, fp8, fp8_shifted where tiles differ by bytes"),
+        "i8" | "fp8" | "fp8_shifted" => Ok(1),
+        _ => bail!("dtype {dtype:?}, expected one of f32, f16, bf16, i8, fp8, fp8_shifted where tiles differ by bytes"),
     }
 }
 

@@ -30,7 +30,7 @@ struct ClusterShape : tiles::ClusterDecode<kHeadDim_> {
   static constexpr int kHeadDim = kHeadDim_, kRowTiles = 1, kRows = kIsPlain ? 8 : 16;
   static constexpr int kWarps = Config::kKeyWarps, kThreads = 32 * kWarps;
   static constexpr int kKvChunkKeys = kWarps * Config::kKeys;
-  static constexpr bool kIsFp8 = false, kAppendsKv = true;
+  static constexpr bool kIsFp8 = false, kHasTokenScales = false, kAppendsKv = true;
 
   static constexpr int kRowBytes = kHeadDim * static_cast<int>(sizeof(T));
   static constexpr int kQueryRowBytes = kRowBytes, kQueryPitch = kQueryRowBytes + 16;

@@ -58,4 +58,12 @@ __device__ __forceinline__ void add_up_columns(float (&scores)[kTiles][kBlocks][
   barrier();
 }
 
+/// `x`. With `kIsOpaque` the compiler computes what depends on it where it is used: in registers throughout a loop over
+/// keys it spills.
+template <bool kIsOpaque, typename T>
+__device__ __forceinline__ T opaque_if(T x) {
+  if constexpr (kIsOpaque) return static_cast<T>(ptx::opaque(static_cast<int32_t>(x)));
+  return x;
+}
+
 }  // namespace xa

@@ -7,7 +7,6 @@
 #include "params/attention.cuh"
 #include "query_rows.cuh"
 #include "sequence_work.cuh"
-#include "softmax.cuh"
 #include "tile_result.cuh"
 #include "work_partition.cuh"
 #include "work_range.cuh"
@@ -22,10 +21,10 @@ __device__ __forceinline__ void attend_keys(const AttentionParams& params, const
                                             uint8_t* shared, const MakeLoop& make_loop) {
   const uint32_t query_rows = ptx::shared_address(shared);
   float* const row_factors = Shape::kIsFp8 ? reinterpret_cast<float*>(shared + Shape::kFactorsOffset) : nullptr;
-  using State = SoftmaxState<Shape::kRowTiles, Shape::kWarpColumns / 8>;
   using Writer = RowWriter<T, Shape::kIsFp8>;
   const LogitsTransform transform(params, row_factors);
   auto loop = make_loop(work);
+  using State = typename decltype(loop)::State;
   fetch_query<Shape, T, Stored>(params, work, shared, row_factors);
   const auto store_split = [&](const State& state, uint32_t area, int32_t begin) {
     const int32_t offset = area != 0 ? static_cast<int32_t>(area - query_rows) : FixedSplits<Shape>::kNoArea;
@@ -34,7 +33,7 @@ __device__ __forceinline__ void attend_keys(const AttentionParams& params, const
   };
   if constexpr (kFixedSplits && Shape::kLoadsAcrossSplits) {
     if (range.fixed_split_chunks > 0) {
-      loop.template attend_fixed_splits<State>(range, query_rows, transform, store_split);
+      loop.attend_fixed_splits(range, query_rows, transform, store_split);
       return;
     }
   }

@@ -5,6 +5,7 @@
 #include <cstdint>
 
 #include "column_warps.cuh"
+#include "fp8.cuh"
 #include "new_tokens.cuh"
 #include "params/attention.cuh"
 #include "ptx.cuh"
@@ -24,27 +25,35 @@ __device__ __forceinline__ int32_t first_block_key(const KeyRange& keys) {
   return (block + (warp - block % Shape::kKeyWarps + Shape::kKeyWarps) % Shape::kKeyWarps) * Shape::kKeys;
 }
 
+/// The `Scales` of a loop over rows that have no scales of their own (token_scales.cuh).
+struct NoTokenScales {};
+
 /// Streams the warp's keys of a work tile through its ring of kStages stages. A stage is a block of K followed by the
-/// block of V, copied as one cp.async group.
-template <typename Shape, typename T, typename Stored>
+/// block of V, copied as one cp.async group, with their `Scales` if rows have some.
+template <typename Shape, typename T, typename Stored, typename Scales = NoTokenScales,
+          typename State_ = SoftmaxState<1, Shape::kWarpColumns / 8>>
 class DecodeLoop {
   using Math = TileMath<T, Stored, typename Shape::Rows, 1, Shape::kKeys, Shape::kWarpColumns>;
   static constexpr int kStages = Shape::kStages, kStep = Shape::kKeys * Shape::kKeyWarps;
   using Query = QueryFragments<1, Shape::kHeadDim, sizeof(T), Shape::kHoldsQuery, Shape::kWarpColumns>;
 
  public:
+  using State = State_;
+
   /// `rings` is the shared address of the CTA's rings. Issues the first loads of page ids.
-  __device__ __forceinline__ DecodeLoop(const AttentionParams& params, const WorkTile& work, uint32_t rings)
+  __device__ __forceinline__ DecodeLoop(const AttentionParams& params, const WorkTile& work, uint32_t rings,
+                                        const Scales& scales = {})
       : params_(params),
         work_(work),
         ring_(rings + threadIdx.x / 32 * Shape::kRingBytes),
         first_key_(first_block_key<Shape>(work.keys)),
         slots_(params, work, first_key_),
-        loader_(params, work, first_warp_column<Shape>()) {}
+        loader_(params, work, first_warp_column<Shape>()),
+        scales_(scales) {}
 
   /// Updates `state` by the warp's keys. The copies of the query rows to shared address `query_rows` are already
   /// committed as the most recent cp.async group.
-  template <typename LogitsTransform, typename State>
+  template <typename LogitsTransform>
   __device__ __forceinline__ void attend(State& state, uint32_t query_rows, const LogitsTransform& transform) {
     fetch_first();
     const Query query = wait_for_query(query_rows);
@@ -64,7 +73,7 @@ class DecodeLoop {
   /// calls `store(state, area, begin)` in all warps. `area` is the shared address of memory for the warp's output; 0:
   /// the warp had no keys of the split, which begins at chunk `begin` of the tile. `store` ends with a barrier of the
   /// CTA.
-  template <typename State, typename LogitsTransform, typename Store>
+  template <typename LogitsTransform, typename Store>
   __device__ __forceinline__ void attend_fixed_splits(const WorkRange& range, uint32_t query_rows,
                                                       const LogitsTransform& transform, const Store& store) {
     int32_t stage = 0, key = first_key_, begin = range.split_begin;
@@ -104,13 +113,14 @@ class DecodeLoop {
   static __device__ __forceinline__ Query wait_for_query(uint32_t query_rows) {
     ptx::cp_async_wait<kStages>();
     __syncthreads();
-    Query query(query_rows + first_warp_column<Shape>() * static_cast<int32_t>(sizeof(T)));
+    Query query(query_rows + first_warp_column<Shape>() * static_cast<int32_t>(sizeof(T)),
+                opaque_if<Shape::kHasTokenScales>(threadIdx.x) % 32);
     query.fill();
     return query;
   }
 
   /// Updates `state` by the blocks of a stage, which begin at `key`.
-  template <typename State, typename LogitsTransform>
+  template <typename LogitsTransform>
   __device__ __forceinline__ void attend_block(State& state, const Query& query, const LogitsTransform& transform,
                                                int32_t stage, int32_t key) const {
     wait_for_blocks(stage, key);
@@ -123,10 +133,14 @@ class DecodeLoop {
       add_up_columns<Shape::kColumnWarps>(scores, keys(stage) - warp * Shape::kRingBytes, Shape::kRingBytes, warp,
                                           [] { __syncthreads(); });
     }
+    if constexpr (kHasTokenScales<Stored>) scales_.apply_to_scores(scores, stage);
     transform.template apply<T>(scores[0], transform.rows(work_, 0), key);
     const bool masked = key < work_.keys.common_begin || key + Shape::kKeys > work_.keys.common_end;
     if (masked) apply_mask(scores[0], params_, work_.tile, 0, key);
     state.update(0, scores[0], transform.log2_unit(), work_.tile.num_rows > 8);
+    if constexpr (kHasTokenScales<Stored>) {
+      state.apply(0, scores[0], scales_.values(stage), masked, work_.tile.num_rows > 8);
+    }
     Math::accumulate(state.output, scores, keys(stage) + Shape::kBlockBytes, params_);
     // All lanes must have read the blocks before they are overwritten.
     __syncwarp();
@@ -163,6 +177,7 @@ class DecodeLoop {
       // In the last block, the loader fills keys past the end with zeros.
       if (key >= work_.keys.end) continue;
       loader_.load(keys(stage) + first * Shape::Rows::kPitch, key + first, slot, slots_.fits_pages());
+      if constexpr (kHasTokenScales<Stored>) scales_.load(stage, first, key + first, slot, slots_.fits_pages());
     }
     ptx::cp_async_commit();
   }
@@ -171,8 +186,9 @@ class DecodeLoop {
   const WorkTile& work_;
   uint32_t ring_;
   int32_t first_key_;
-  PageTableReader<Shape::kKeys, kStep, (Shape::kRowBytes < 1024)> slots_;
+  PageTableReader<Shape::kKeys, kStep, (Shape::kRowBytes < 1024), kHasTokenScales<Stored>> slots_;
   PairLoader<Stored, Shape::kWarpColumns, Shape::kBlockBytes> loader_;
+  Scales scales_;
 };
 
 }  // namespace xa

@@ -132,7 +132,8 @@ __device__ __forceinline__ void store_fixed_split(const AttentionParams& params,
   const FixedSplits<Shape> splits(shared);
   splits.store_warp(state, area, work.tile.num_rows);
   __syncthreads();
-  const PartialRows partial(params.partial, work.kv_head);
+  const PartialRows partial(params.partial, work.kv_head,
+                            opaque_if<Shape::kHasTokenScales>(params.partial.rows_per_head));
   const bool merges = range.split_begin == 0, is_last = begin + range.fixed_split_chunks >= range.split_end;
   const int32_t split = (begin - range.split_begin) >> (31 - __clz(range.fixed_split_chunks)), parity = split % 2;
   const int32_t partial_row = range.partial_row + (merges ? 0 : split * work.tile.num_rows);

@@ -63,8 +63,10 @@ __device__ __forceinline__ void merge(PartialState& row, const PartialState& nex
 class PartialRows {
  public:
   __device__ __forceinline__ PartialRows(const PartialResults& results, int32_t kv_head)
+      : PartialRows(results, kv_head, results.rows_per_head) {}
+  __device__ __forceinline__ PartialRows(const PartialResults& results, int32_t kv_head, int32_t rows_per_head)
       : row_bytes_(results.pitch * sizeof(float)) {
-    const int64_t first = static_cast<int64_t>(kv_head) * results.rows_per_head;
+    const int64_t first = static_cast<int64_t>(kv_head) * rows_per_head;
     states_ = static_cast<float2*>(results.states) + first;
     outputs_ = static_cast<uint8_t*>(results.outputs) + first * row_bytes_;
   }

@@ -6,6 +6,7 @@
 
 #include "column_warps.cuh"
 #include "element.cuh"
+#include "fp8.cuh"
 #include "paged_rows.cuh"
 #include "params/attention.cuh"
 #include "ptx.cuh"
@@ -24,11 +25,13 @@ constexpr bool kFetchesBlocks<LogitsTransform, std::void_t<decltype(&LogitsTrans
 
 /// Streams the keys of the work tile through the CTA's ring of kStages blocks and updates `state`. Every warp copies
 /// kKeysPerLoad rows of each block. The warp's query rows begin at row `warp_row` of the tile, whose copies to shared
-/// address `query_rows` are already committed as the first cp.async group.
-template <typename Shape, typename T, typename Stored, typename LogitsTransform, typename State>
+/// address `query_rows` are already committed as the first cp.async group. `scales` are the TokenScales of rows that
+/// have some.
+template <typename Shape, typename T, typename Stored, typename LogitsTransform, typename State, typename... Scales>
 __device__ __forceinline__ void attend_with_rows(State& state, const AttentionParams& params, const WorkTile& work,
                                                  uint32_t ring, int32_t warp_row, uint32_t query_rows,
-                                                 const LogitsTransform& transform) {
+                                                 const LogitsTransform& transform, const Scales&... scales) {
+  static_assert(sizeof...(Scales) == (kHasTokenScales<Stored> ? 1 : 0));
   using Math = TileMath<T, Stored, typename Shape::Rows, Shape::kRowTiles, Shape::kKeys, Shape::kWarpColumns>;
   constexpr int kStages = Shape::kStages;
   constexpr bool kHoldsQuery = Shape::kRowTiles == 1 && Shape::kQueryRowBytes <= 256;
@@ -47,6 +50,16 @@ __device__ __forceinline__ void attend_with_rows(State& state, const AttentionPa
   const uint32_t own_offset = first_own_key * Shape::Rows::kPitch;
   int32_t first_key = work.keys.begin / Shape::kKeys * Shape::kKeys;
 
+  // Starts to copy the warp's part of the block of K or V from `token` on, whose slot is `slot`.
+  const auto load_keys = [&](int stage, int32_t token, const TokenSlot& slot) {
+    loader.load_keys(keys(stage) + own_offset, token + first_own_key, slot);
+    (scales.load_keys(stage, first_own_key, token + first_own_key, slot), ...);
+  };
+  const auto load_values = [&](int stage, int32_t token, const TokenSlot& slot) {
+    loader.load_values(values(stage) + own_offset, token + first_own_key, slot);
+    (scales.load_values(stage, first_own_key, token + first_own_key, slot), ...);
+  };
+
   TokenSlot slots[kStages];
 #pragma unroll
   for (int i = 0; i < kStages; ++i) slots[i] = loader.find(first_key + i * Shape::kKeys + first_own_key);
@@ -54,9 +67,9 @@ __device__ __forceinline__ void attend_with_rows(State& state, const AttentionPa
 #pragma unroll
   for (int i = 0; i < kStages; ++i) {
     const int32_t token = first_key + i * Shape::kKeys;
-    if (token < work.keys.end) loader.load_keys(keys(i) + own_offset, token + first_own_key, slots[i]);
+    if (token < work.keys.end) load_keys(i, token, slots[i]);
     ptx::cp_async_commit();
-    if (token < work.keys.end) loader.load_values(values(i) + own_offset, token + first_own_key, slots[i]);
+    if (token < work.keys.end) load_values(i, token, slots[i]);
     ptx::cp_async_commit();
   }
   TokenSlot next_slot = loader.find(first_key + kStages * Shape::kKeys + first_own_key);
@@ -74,9 +87,11 @@ __device__ __forceinline__ void attend_with_rows(State& state, const AttentionPa
     float scores[Shape::kRowTiles][Shape::kKeys / 8][4];
     Math::scores(scores, query, keys(stage) + first_column * static_cast<int32_t>(sizeof(Stored)), params);
 
+    (scales.apply_to_scores(scores, stage), ...);
+
     // K's stage is free once all warps have passed the barrier below.
     const auto refill_keys = [&] {
-      if (next < work.keys.end) loader.load_keys(keys(stage) + own_offset, next + first_own_key, next_slot);
+      if (next < work.keys.end) load_keys(stage, next, next_slot);
       ptx::cp_async_commit();
     };
     ptx::cp_async_wait<kPending>();
@@ -102,6 +117,7 @@ __device__ __forceinline__ void attend_with_rows(State& state, const AttentionPa
       }
       if (masked) apply_mask(scores[tile], params, work.tile, warp_row + 16 * tile, first_key);
       state.update(tile, scores[tile], transform.log2_unit());
+      if constexpr (kHasTokenScales<Stored>) state.apply(tile, scores[tile], (scales, ...).values(stage), masked);
     }
     if constexpr (!kRefillsEarly) refill_keys();
     Math::accumulate(state.output, scores, values(stage) + first_column * static_cast<int32_t>(sizeof(Stored)), params);
@@ -109,7 +125,7 @@ __device__ __forceinline__ void attend_with_rows(State& state, const AttentionPa
     // After this barrier V's stage is free and the next block of K has arrived.
     ptx::cp_async_wait<kPending>();
     __syncthreads();
-    if (next < work.keys.end) loader.load_values(values(stage) + own_offset, next + first_own_key, next_slot);
+    if (next < work.keys.end) load_values(stage, next, next_slot);
     if constexpr (kFetchesBlocks<LogitsTransform>) {
       if (next < work.keys.end) transform.fetch_block(next);
     }

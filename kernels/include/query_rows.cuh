@@ -87,7 +87,7 @@ __device__ __forceinline__ void convert_query(const AttentionParams& params, con
       live[i] = row < map.num_rows && own < params.head_dim;
       first[i] = live[i] ? map.token(row) * params.q_token_stride + map.head(row) * params.q_head_stride + own : 0;
     }
-    if (params.q_type == QueryType::Fp8) {
+    if (!kHasTokenScales<Stored> && params.q_type == QueryType::Fp8) {
 #pragma unroll
       for (int i = 0; i < kCount; ++i) {
         if (!live[i]) continue;

@@ -6,6 +6,7 @@
 
 #include <cstdint>
 
+#include "column_warps.cuh"
 #include "paged_rows.cuh"
 #include "params/attention.cuh"
 #include "ptx.cuh"
@@ -17,8 +18,8 @@ namespace xa {
 /// Yields the slots of a warp's loads in order: blocks of kKeys keys that start every kStep keys. Each lane looks up
 /// one token, and the batch of 32 serves 32 loads, or 32 / kTokensPerLoad if loads may straddle pages. `kPrefetches`
 /// reads the next batch while this one is used, because a look-up takes as long as a block when memory is busy; it
-/// takes registers.
-template <int kKeys, int kStep, bool kPrefetches>
+/// takes registers; `kIsOpaque` saves some.
+template <int kKeys, int kStep, bool kPrefetches, bool kIsOpaque = false>
 class PageTableReader {
   static constexpr int kLoadsPerBlock = kKeys / kTokensPerLoad;
   static_assert(kKeys % kTokensPerLoad == 0);
@@ -33,7 +34,7 @@ class PageTableReader {
   /// The slot of the next load: if its tokens lie in one page, every lane gets the slot of the first token; otherwise
   /// lane i gets that of token i % kTokensPerLoad.
   __device__ __forceinline__ TokenSlot next() {
-    const int32_t lane = fits_pages_ ? used_ : used_ + threadIdx.x % kTokensPerLoad;
+    const int32_t lane = fits_pages_ ? used_ : used_ + opaque_if<kIsOpaque>(threadIdx.x) % kTokensPerLoad;
     const TokenSlot slot = {__shfl_sync(~0u, batch_.page, lane), __shfl_sync(~0u, batch_.offset, lane)};
     used_ += fits_pages_ ? 1 : kTokensPerLoad;
     if (used_ == 32) {
@@ -48,14 +49,15 @@ class PageTableReader {
  private:
   /// Reads the batch whose first block begins at `first_`, and advances `first_`.
   __device__ __forceinline__ TokenSlot look_up() {
-    const int32_t lane = threadIdx.x % 32;
-    const int32_t load = fits_pages_ ? lane : lane / kTokensPerLoad, in_load = fits_pages_ ? 0 : lane % kTokensPerLoad;
+    const int32_t lane = opaque_if<kIsOpaque>(threadIdx.x) % 32;
+    const bool fits_pages = opaque_if<kIsOpaque>(fits_pages_);
+    const int32_t load = fits_pages ? lane : lane / kTokensPerLoad, in_load = fits_pages ? 0 : lane % kTokensPerLoad;
     const int32_t token = first_ + load / kLoadsPerBlock * kStep + load % kLoadsPerBlock * kTokensPerLoad + in_load;
     // No advance past the end, so that positions cannot overflow.
-    if (first_ < work_.keys.end) first_ += (fits_pages_ ? 32 : 32 / kTokensPerLoad) / kLoadsPerBlock * kStep;
+    if (first_ < work_.keys.end) first_ += (fits_pages ? 32 : 32 / kTokensPerLoad) / kLoadsPerBlock * kStep;
     // Entries of the table from ceil(len_k / page_size) on, and those of pages before the window, may be invalid.
     const KeyRange& keys = work_.keys;
-    const bool readable = token < keys.end && token + (fits_pages_ ? kTokensPerLoad - 1 : 0) >= keys.begin;
+    const bool readable = token < keys.end && token + (fits_pages ? kTokensPerLoad - 1 : 0) >= keys.begin;
     return readable ? slot_of(params_, work_, token) : TokenSlot{0, 0};
   }
 

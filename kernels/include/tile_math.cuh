@@ -1,8 +1,9 @@
 // The two products of attention for one warp, S = Q K^T and O += P V, on rows in shared memory.
 //
-// fp8 rows stay bytes in shared memory and are converted to f16 operands B in registers. ldmatrix gives lane t of a row
-// a 32-bit register with columns 4t to 4t + 3 of a k-block of 16. The instruction expects columns 2t, 2t + 1, 2t + 8
-// and 2t + 9 there. The sum over columns may take them in any order, so Q is stored with its columns permuted to match:
+// fp8 and int8 rows stay bytes in shared memory and are converted to f16 operands B in registers. ldmatrix gives lane t
+// of a row a 32-bit register with columns 4t to 4t + 3 of a k-block of 16. The instruction expects columns 2t, 2t + 1,
+// 2t + 8 and 2t + 9 there. The sum over columns may take them in any order, so Q is stored with its columns permuted to
+// match:
 //
 //     instruction's columns   0 1 | 2 3 | 4 5 | 6 7  ||  8 9 | 10 11 | 12 13 | 14 15
 //     columns of Q and K      0 1 | 4 5 | 8 9 |12 13 ||  2 3 |  6  7 | 10 11 | 14 15
@@ -32,8 +33,7 @@ class QueryFragments {
 
  public:
   /// `rows` is the shared address of the warp's first row, at its first column.
-  __device__ __forceinline__ explicit QueryFragments(uint32_t rows) {
-    const uint32_t lane = threadIdx.x % 32;
+  __device__ __forceinline__ explicit QueryFragments(uint32_t rows, uint32_t lane = threadIdx.x % 32) {
     address_ = rows + lane % 16 * kPitch + lane / 16 * 16;
   }
 
@@ -77,7 +77,7 @@ struct TileMath {
   static __device__ __forceinline__ void scores(Scores& scores, const Query& query, uint32_t keys,
                                                 const AttentionParams& params) {
     if constexpr (kIsFp8) {
-      if (params.kv_is_e5m2 != 0) return scores_of_fp8<true>(scores, query, keys);
+      if (!kHasTokenScales<Stored> && params.kv_is_e5m2 != 0) return scores_of_fp8<true>(scores, query, keys);
       return scores_of_fp8<false>(scores, query, keys);
     }
     multiply_rows<T, Rows, kSteps, kSteps <= 16 ? 8 : 2>(scores, query, keys);
@@ -87,7 +87,7 @@ struct TileMath {
   static __device__ __forceinline__ void accumulate(Output& output, const Scores& p, uint32_t values,
                                                     const AttentionParams& params) {
     if constexpr (kIsFp8) {
-      if (params.kv_is_e5m2 != 0) return accumulate_fp8<true>(output, p, values);
+      if (!kHasTokenScales<Stored> && params.kv_is_e5m2 != 0) return accumulate_fp8<true>(output, p, values);
       accumulate_fp8<false>(output, p, values);
     } else {
       xa::accumulate<T, Rows>(output, RegisterOperand<T, kRowTiles, kKeyTiles>{p}, values, 0);

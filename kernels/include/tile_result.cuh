@@ -52,7 +52,8 @@ class WarpStates {
 
   template <typename State>
   __device__ __forceinline__ void store(const State& state) const {
-    const int32_t warp = threadIdx.x / 32 / Shape::kColumnWarps, lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
+    const uint32_t thread = opaque_if<Shape::kHasTokenScales>(threadIdx.x);
+    const int32_t warp = thread / 32 / Shape::kColumnWarps, lane = thread % 32, g = lane / 4, t = lane % 4;
     const int32_t first_column = first_warp_column<Shape>();
 #pragma unroll
     for (int half = 0; half < 2; ++half) {

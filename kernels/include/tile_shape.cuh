@@ -9,15 +9,17 @@
 // fused:         decode in the CTAs of Hopper's prefill (hopper/fused.cuh).
 //
 // Shared memory: the query rows, each followed by 16 unused bytes, then the rings (one per CTA in prefill, one per warp
-// in decode), each of kStages blocks of K and as many of V (shared_rows.cuh). At the end of a work tile in decode, the
-// warps' states replace both. What outlives a work tile follows: the CTA's WorkTile; in decode its WorkRange; with fp8
-// the factors of the query rows; in fused the rings' mbarriers; with batch_invariant the memory of FixedSplits.
+// in decode), each of kStages blocks of K and as many of V (shared_rows.cuh) and, where rows have them, their scales.
+// At the end of a work tile in decode, the warps' states replace both. What outlives a work tile follows: the CTA's
+// WorkTile; in decode its WorkRange; with fp8 the factors of the query rows; in fused the rings' mbarriers; with
+// batch_invariant the memory of FixedSplits.
 #pragma once
 
 #include <cstdint>
 #include <type_traits>
 
 #include "element.cuh"
+#include "fp8.cuh"
 #include "shared_rows.cuh"
 #include "tiles/attention.cuh"
 #include "work_range.cuh"
@@ -41,7 +43,9 @@ struct TileShape : tiles::Attention<Shape, sizeof(Stored), kHeadDim_> {
   /// Prefill: rows of a block that one warp copies.
   static constexpr int kKeysPerLoad = Config::kKeys / kWarps;
 
+  /// Whether K and V have elements of 8 bits: fp8, or int8 with scales.
   static constexpr bool kIsFp8 = sizeof(Stored) == 1;
+  static constexpr bool kHasTokenScales = xa::kHasTokenScales<Stored>;
   static constexpr int kQueryRowBytes = kHeadDim * static_cast<int>(sizeof(T));
   static constexpr int kQueryPitch = kQueryRowBytes + 16;
   /// Decode: whether a warp keeps the query rows in registers.
@@ -54,7 +58,9 @@ struct TileShape : tiles::Attention<Shape, sizeof(Stored), kHeadDim_> {
   using Rows = std::conditional_t<kLoadsByTma, SwizzleAtomRows<kRowBytes>,
                                   std::conditional_t<kSplitsKeys, SwizzledRows<kRowBytes>, PaddedRows<kRowBytes>>>;
   static constexpr int kBlockBytes = Config::kKeys * Rows::kPitch;
-  static constexpr int kRingBytes = 2 * Config::kStages * kBlockBytes;
+  /// Scales of the keys of a stage, K's and V's; a ring's blocks are followed by them (token_scales.cuh).
+  static constexpr int kScaleBytes = kHasTokenScales ? 8 * Config::kKeys : 0;
+  static constexpr int kRingBytes = Config::kStages * (2 * kBlockBytes + kScaleBytes);
   static constexpr int kQueryBytes = kRows * kQueryPitch;
   static constexpr int kRingsOffset = kLoadsByTma ? (kQueryBytes + 1023) / 1024 * 1024 : kQueryBytes;
   static constexpr int kStreamBytes = kRingsOffset + kRings * kRingBytes;
@@ -86,17 +92,20 @@ struct TileShape : tiles::Attention<Shape, sizeof(Stored), kHeadDim_> {
       std::is_same_v<Shape, tiles::shape_fused> ? 227 : (std::is_same_v<Shape, tiles::shape_decode_8warps> ? 163 : 99);
   static_assert(Config::kRowWarps == 1 || Config::kKeyWarps == 1, "warps divide either rows or keys");
   static_assert(Config::kColumnWarps == 1 || Config::kKeyWarps == 1, "column warps add up scores of the same keys");
-  static_assert(Config::kSharedBytes == kFixedSplitsOffset + (kLoadsByTma ? 1024 : 0),
-                "shared_bytes in variants.toml is what the launch asks for; TMA boxes are aligned to 1024 bytes");
-  static_assert(Config::kSharedBytes % 16 == 0, "merged rows are stored as float4");
+  static_assert(
+      Config::kSharedBytes == kFixedSplitsOffset - kRings * Config::kStages * kScaleBytes + (kLoadsByTma ? 1024 : 0),
+      "shared_bytes in variants.toml is what the launch asks for, besides token scales; TMA boxes are aligned "
+      "to 1024 bytes");
+  static_assert(kFixedSplitsOffset % 16 == 0, "merged rows are stored as float4");
   static_assert(!kLoadsByTma || (kBarriersOffset % 8 == 0 && kBarriersOffset >= kWarpStatesBytes),
                 "mbarriers are aligned to 8 bytes and lie past the warps' states");
-  static_assert(kRingsOffset % 128 == 0, "rings begin at a multiple of 128 bytes");
-  static_assert(Config::kSharedBytes <= kMaxKilobytes * 1024,
+  static_assert(kRingsOffset % 128 == 0 && kRingBytes % 128 == 0, "rings begin at a multiple of 128 bytes");
+  static_assert(kScaleBytes == 0 || Config::kColumnWarps == 1, "token_scales.cuh");
+  static_assert(kFixedSplitsOffset <= kMaxKilobytes * 1024,
                 "sm_86, sm_89 and sm_120 give a CTA 99 KB, sm_80 163, sm_90 227");
   /// The longest rows of f32 leave no room: elsewhere, prefill takes all sequences of such calls.
   static constexpr int kMaxFixedSplitsKilobytes = kQueryRowBytes > 1024 ? 163 : kMaxKilobytes;
-  static_assert(Config::kSharedBytes + kFixedSplitsBytes <= kMaxFixedSplitsKilobytes * 1024,
+  static_assert(kFixedSplitsOffset + kFixedSplitsBytes <= kMaxFixedSplitsKilobytes * 1024,
                 "batch_invariant needs kFixedSplitsBytes more");
 };
 

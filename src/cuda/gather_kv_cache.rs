@@ -3,13 +3,16 @@
 use super::chunk::{CHUNK, aligned_to};
 use super::device::Device;
 use super::enqueue::LaunchConfig;
-use super::kernel_launch::Launch;
+use super::gather_token_scales;
+use super::kernel_launch::{Launch, Parameter};
 use super::params::gather_kv_cache::{
     ExactDivisor, Fp8Encoding, GATHER_SEQS, GATHER_STARTS_SEQS, GATHER_STARTS_THREADS, GATHER_THREADS, GatherParams,
     GatheredRows,
 };
+use super::params::gather_token_scales::GatherTokenScaleParams;
 use super::variants;
-use crate::error::{Error, Result};
+use crate::error::Result;
+use crate::problem::KvScaleCache;
 use crate::problem::gather_kv_cache::{self, GatherKvCache};
 use crate::stream::Stream;
 use crate::tensor::DType;
@@ -88,13 +91,8 @@ fn rows(
     }
 }
 
-/// The launches, in their order.
-fn plan(problem: &GatherKvCache) -> Result<Vec<Launch<GatherParams>>> {
-    if problem.scale_cache.is_some() {
-        return Err(Error::unimplemented("kv_scale_cache is given; CUDA has no kernel for it yet"));
-    }
-    let moves = VectorMove::of(problem);
-    let variant = variants::find(KERNEL, &[variants::dtype_value(moves.dtype)])?;
+/// The kernels' parameter, and the launch configuration of the kernel that copies rows in these vectors.
+fn parameter(problem: &GatherKvCache, moves: VectorMove) -> Result<(GatherParams, LaunchConfig)> {
     let sides = [&problem.keys, &problem.values];
     let interleaves_heads = sides.into_iter().all(|of| {
         let head = of.rows.dims[2];
@@ -139,19 +137,43 @@ fn plan(problem: &GatherKvCache) -> Result<Vec<Launch<GatherParams>>> {
             partition.is_small && problem.num_seqs <= WARP as usize && row_vectors.is_multiple_of(WARP),
         ),
     };
+    Ok((params, config))
+}
+
+/// The launches, in their order.
+fn plan(problem: &GatherKvCache) -> Result<Vec<Launch<GatherParams>>> {
+    let moves = VectorMove::of(problem);
+    let variant = variants::find(KERNEL, &[variants::dtype_value(moves.dtype)])?;
+    let (params, config) = parameter(problem, moves)?;
     let mut launches = vec![];
     if problem.num_seqs > GATHER_SEQS as usize {
-        let ctas = problem.num_seqs.div_ceil(GATHER_STARTS_SEQS as usize);
-        let config = LaunchConfig { grid: [ctas as u32, 1, 1], threads: GATHER_STARTS_THREADS, shared_memory: 0 };
-        launches.push(Launch::new(STARTS_KERNEL, variants::find(STARTS_KERNEL, &[])?, config, params));
+        launches.push(starts_launch(problem, params)?);
     }
     launches.push(Launch::new(KERNEL, variant, config, params));
     Ok(launches)
 }
 
+/// The launches for a cache with a scale per token and KV head.
+fn plan_with_scales(problem: &GatherKvCache, scales: &KvScaleCache) -> Result<Vec<Launch<GatherTokenScaleParams>>> {
+    let (params, _) = parameter(problem, VectorMove::of(problem))?;
+    let params = GatherTokenScaleParams::new(problem, scales, &params);
+    let launches = [Some(starts_launch(problem, params)?), gather_token_scales::launch(problem, &params)?];
+    Ok(launches.into_iter().flatten().collect())
+}
+
+/// The launch that writes `cu_seqlens`, with a parameter that begins with [`GatherParams`].
+fn starts_launch<P: Parameter>(problem: &GatherKvCache, params: P) -> Result<Launch<P>> {
+    let ctas = problem.num_seqs.div_ceil(GATHER_STARTS_SEQS as usize).max(1);
+    let config = LaunchConfig { grid: [ctas as u32, 1, 1], threads: GATHER_STARTS_THREADS, shared_memory: 0 };
+    Ok(Launch::new(STARTS_KERNEL, variants::find(STARTS_KERNEL, &[])?, config, params))
+}
+
 /// Loads the kernels that [`launch`] enqueues.
 pub(crate) fn prepare(problem: &GatherKvCache) -> Result {
-    plan(problem)?.iter().try_for_each(Launch::load)
+    match &problem.scale_cache {
+        None => plan(problem)?.iter().try_for_each(Launch::load),
+        Some(scales) => plan_with_scales(problem, scales)?.iter().try_for_each(Launch::load),
+    }
 }
 
 /// Enqueues the kernels.
@@ -160,8 +182,14 @@ pub(crate) fn prepare(problem: &GatherKvCache) -> Result {
 /// The problem's views are device memory of the current context that stays valid until the kernels have run, and the results
 /// are writable.
 pub(crate) unsafe fn launch(problem: &GatherKvCache, stream: Stream) -> Result {
-    // SAFETY: `GatherParams` is the parameter struct of both kernels, and the caller guarantees the memory.
-    plan(problem)?.iter().try_for_each(|launch| unsafe { launch.enqueue(stream) })
+    match &problem.scale_cache {
+        // SAFETY: `GatherParams` is the parameter struct of both kernels, and the caller guarantees the memory.
+        None => plan(problem)?.iter().try_for_each(|launch| unsafe { launch.enqueue(stream) }),
+        Some(scales) => {
+            // SAFETY: `GatherTokenScaleParams` is the parameter struct, or begins with it; the caller guarantees the memory.
+            plan_with_scales(problem, scales)?.iter().try_for_each(|launch| unsafe { launch.enqueue(stream) })
+        }
+    }
 }
 
 /// How rows are divided between CTAs.

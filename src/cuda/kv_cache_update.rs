@@ -4,7 +4,8 @@ use super::cache_rows::{self, copy_unaliased_caches};
 use super::kernel_launch::Launch;
 use super::params::cache_rows::{CacheUpdateParams, NewRows, RowPartition, UPDATE_HEADS_PER_THREAD};
 use super::params::slots::SlotMapping;
-use crate::error::{Error, Result};
+use super::token_scale_update;
+use crate::error::Result;
 use crate::problem::kv_cache_update::KvCacheUpdate;
 use crate::stream::Stream;
 
@@ -13,9 +14,6 @@ const KERNEL_SM80: &str = "kv_cache_update_sm80";
 
 /// The launch; `None` if there is no row or no slot.
 fn plan(problem: &KvCacheUpdate) -> Result<Option<Launch<CacheUpdateParams>>> {
-    if problem.scale_cache.is_some() {
-        return Err(Error::unimplemented("kv_scale_cache is given; CUDA has no kernel for it yet"));
-    }
     let slot_mapping = SlotMapping::new(problem);
     let num_rows = problem.slot_mapping.len();
     if num_rows == 0 || slot_mapping.is_empty() {
@@ -30,15 +28,31 @@ fn plan(problem: &KvCacheUpdate) -> Result<Option<Launch<CacheUpdateParams>>> {
 
 /// Loads the kernel that [`launch`] enqueues.
 pub(crate) fn prepare(problem: &KvCacheUpdate) -> Result {
-    plan(problem)?.iter().try_for_each(Launch::load)
+    match &problem.scale_cache {
+        None => plan(problem)?.iter().try_for_each(Launch::load),
+        Some(scales) => token_scale_update::plan(problem, scales)?.iter().try_for_each(Launch::load),
+    }
 }
 
 /// # Safety
 /// The problem's views are device memory of the current context that outlives the kernel's run, the caches writable.
 pub(crate) unsafe fn launch(problem: &KvCacheUpdate, stream: Stream) -> Result {
-    let plan = plan(problem)?;
-    // SAFETY: this function has the same contract.
-    unsafe { copy_unaliased_caches(problem, stream) }?;
-    // SAFETY: `CacheUpdateParams` is the kernel's parameter; the caller guarantees that its memory is valid.
-    plan.iter().try_for_each(|launch| unsafe { launch.enqueue(stream) })
+    match &problem.scale_cache {
+        None => {
+            let plan = plan(problem)?;
+            // SAFETY: this function has the same contract. `CacheUpdateParams` is the kernel's parameter.
+            unsafe {
+                copy_unaliased_caches(problem, stream)?;
+                plan.iter().try_for_each(|launch| launch.enqueue(stream))
+            }
+        }
+        Some(scales) => {
+            let plan = token_scale_update::plan(problem, scales)?;
+            // SAFETY: this function has the same contract. `TokenScaleUpdateParams` is the kernel's parameter.
+            unsafe {
+                copy_unaliased_caches(problem, stream)?;
+                plan.iter().try_for_each(|launch| launch.enqueue(stream))
+            }
+        }
+    }
 }

@@ -27,6 +27,7 @@ EMULATOR_FILES = {
         "cluster_async.cuh",
         "dtype.cuh",
         "fp8_convert.cuh",
+        "token_scales_ptx.cuh",
         "device.h",
         "device.cc",
         "tensor_map.h",

@@ -194,6 +194,11 @@ inline uint32_t __float_as_uint(float x) { return emulator::bits_as<uint32_t>(x)
 inline float __int_as_float(int32_t x) { return emulator::bits_as<float>(x); }
 inline int32_t __float_as_int(float x) { return emulator::bits_as<int32_t>(x); }
 inline int __float2int_rd(float x) { return static_cast<int>(std::floor(x)); }
+/// Saturated; 0 for a NaN.
+inline int __float2int_rn(float x) {
+  if (x != x) return 0;
+  return x >= 2147483648.0f ? 2147483647 : x < -2147483648.0f ? -2147483647 - 1 : static_cast<int>(std::nearbyint(x));
+}
 inline unsigned __float2uint_rd(float x) { return static_cast<unsigned>(std::floor(x)); }
 inline float __fmaf_rn(float x, float y, float z) { return std::fma(x, y, z); }
 // `volatile` keeps the compiler from contracting a product and a sum into one rounding.
@@ -201,6 +206,7 @@ inline float __fmul_rn(float x, float y) {
   const volatile float product = x * y;
   return product;
 }
+inline float __fdiv_rn(float x, float y) { return x / y; }
 inline float __fadd_rn(float x, float y) {
   const volatile float sum = x + y;
   return sum;

@@ -66,6 +66,8 @@ class TmaDecodeLoop {
   static_assert(Shape::kKeys == kTokensPerLoad);
 
  public:
+  using State = SoftmaxState<1, Shape::kHeadDim / 8>;
+
   /// Starts to load page table entries. `count` is the number of blocks that the warp has consumed so far, in all work
   /// tiles.
   __device__ __forceinline__ TmaDecodeLoop(const AttentionParams& params, const WorkTile& work,
@@ -80,7 +82,7 @@ class TmaDecodeLoop {
 
   /// Attends to the warp's keys and leaves the result in `state`. The caller has issued the copies of the query rows to
   /// `query_rows`.
-  template <typename LogitsTransform, typename State>
+  template <typename LogitsTransform>
   __device__ __forceinline__ void attend(State& state, uint32_t query_rows, const LogitsTransform& transform) {
     int32_t issued = count_;
 #pragma unroll 1

@@ -2,7 +2,7 @@
 //! combine kernel merges the partials of tiles that several CTAs computed.
 
 use super::split::KvSplit;
-use super::tiles::KERNEL;
+use super::tiles::AttentionTile;
 use super::{Call, Launch, Launches, Parameter, UNLIMITED, max_tiles};
 use crate::cuda::device::Device;
 use crate::cuda::enqueue::LaunchConfig;
@@ -55,7 +55,7 @@ pub(super) fn max_short_tiles(call: &Call) -> i64 {
 /// The launches of a call with long sequences: decode for the short ones, and the launch that `prefill` returns, given its
 /// parameter, for the long ones.
 pub(super) fn with_prefill<'c>(
-    call: &Call,
+    call: &Call<'c>,
     prefill: impl FnOnce(&AttentionParams) -> Result<Launch<'c>>,
 ) -> Result<Launches<'c>> {
     let mut launches = launches_for(call, max_short_tiles(call), call.max_short_queries(), false)?;
@@ -69,7 +69,7 @@ pub(super) fn with_prefill<'c>(
 
 /// The launches that decode the sequences of up to `max_queries` queries, which have at most `tiles` tiles per KV head.
 /// `are_alone`: there is no other launch, which could write the padding rows.
-fn launches_for<'c>(call: &Call, tiles: i64, max_queries: i64, are_alone: bool) -> Result<Launches<'c>> {
+fn launches_for<'c>(call: &Call<'c>, tiles: i64, max_queries: i64, are_alone: bool) -> Result<Launches<'c>> {
     let Call { problem, device, decode, .. } = call;
     let shared_memory = decode.decode_shared_memory(problem, device);
     let resident = device.resident_blocks(shared_memory, decode.ctas_per_sm);
@@ -82,7 +82,12 @@ fn launches_for<'c>(call: &Call, tiles: i64, max_queries: i64, are_alone: bool) 
     params.new_tokens = new_tokens.unwrap_or(params.new_tokens);
     let grid = [problem.num_kv_heads as u32, split.ranges as u32, 1];
     let config = LaunchConfig { grid, threads: decode.threads(), shared_memory };
-    let attend = Launch::new(KERNEL, decode.variant(problem, device)?, config, Parameter::Attention(params));
+    let attend = Launch::new(
+        AttentionTile::kernel(problem, device),
+        decode.variant(problem, device)?,
+        config,
+        call.parameter(&params),
+    );
     let list =
         [Some(attend), combine(problem, device, &split, &params, decode.rows())?].into_iter().flatten().collect();
     Ok(Launches { list, store_new_tokens: new_tokens.is_some() })

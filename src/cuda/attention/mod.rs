@@ -19,14 +19,16 @@ mod portable;
 mod row_masks;
 mod split;
 pub(super) mod tiles;
+mod token_scales;
 
 use super::device::Device;
 use super::kernel_launch;
 use super::params::attention::{AttentionParams, NewTokens};
 use super::params::bias::BiasParams;
 use super::params::key_ranges::KeyRangeParams;
+use super::params::token_scales::TokenScaleParams;
 use super::params::tree_mask::RowMaskParams;
-use crate::error::{Error, Result};
+use crate::error::Result;
 use crate::problem::attention::Attention;
 use crate::problem::kv_cache_update::KvCacheUpdate;
 use crate::stream::Stream;
@@ -53,6 +55,9 @@ const STRATEGIES: [Strategy; 9] = [
     hopper::launches,          // long sequences, with decode for the short ones
     portable::launches,        // likewise, on every GPU
 ];
+
+/// Those of caches with a scale per token and KV head.
+const TOKEN_SCALE_STRATEGIES: [Strategy; 2] = [decode::launches, portable::launches];
 
 /// The call that strategies decide on.
 struct Call<'c> {
@@ -106,6 +111,14 @@ impl<'c> Call<'c> {
     fn params_for(&self, min: i64, max: i64) -> AttentionParams {
         AttentionParams { min_queries: min as i32, max_queries: max as i32, ..self.params }
     }
+
+    /// The parameter of a launch of the kernel of an [`AttentionTile`].
+    fn parameter(&self, params: &AttentionParams) -> Parameter<'c> {
+        match &self.problem.scale_cache {
+            None => Parameter::Attention(*params),
+            Some(scales) => Parameter::TokenScales(Box::new(TokenScaleParams::new(params, scales))),
+        }
+    }
 }
 
 /// The most queries of a sequence, or the average number, rounded up, if the caller does not say.
@@ -132,6 +145,7 @@ enum Parameter<'c> {
     Bias(Box<BiasParams>),
     KeyRanges(Box<KeyRangeParams>),
     RowMasks(Box<RowMaskParams>),
+    TokenScales(Box<TokenScaleParams>),
     Prefill(PrefillParameter<'c>),
     Fused(Box<FusedParameter<'c>>),
     Latent(LatentParameter<'c>),
@@ -144,6 +158,7 @@ impl kernel_launch::Parameter for Parameter<'_> {
             Self::Bias(params) => params.pass(enqueue),
             Self::KeyRanges(params) => params.pass(enqueue),
             Self::RowMasks(params) => params.pass(enqueue),
+            Self::TokenScales(params) => params.pass(enqueue),
             Self::Prefill(of) => of.params()?.pass(enqueue),
             Self::Fused(of) => of.params()?.pass(enqueue),
             Self::Latent(of) => of.params()?.pass(enqueue),
@@ -166,7 +181,9 @@ fn launches<'c>(call: &Call<'c>) -> Result<Launches<'c>> {
     if call.problem.num_rows == 0 {
         return Ok(Launches::default());
     }
-    for strategy in STRATEGIES {
+    let has_token_scales = call.problem.scale_cache.is_some();
+    let strategies: &[Strategy] = if has_token_scales { &TOKEN_SCALE_STRATEGIES } else { &STRATEGIES };
+    for strategy in strategies {
         if let Some(launches) = strategy(call)? {
             return Ok(launches);
         }
@@ -195,9 +212,7 @@ impl<'c> LaunchPlan<'c> {
     }
 
     fn on(problem: &'c Attention, update: Option<&KvCacheUpdate>, device: Device) -> Result<Self> {
-        if problem.scale_cache.is_some() {
-            return Err(Error::unimplemented("kv_scale_cache is given; CUDA has no kernel for it yet"));
-        }
+        token_scales::check(problem)?;
         launches(&Call::new(problem, update, device)?).map(Self)
     }
 
@@ -331,6 +346,7 @@ pub(super) mod tests {
             Parameter::Bias(params) => (params.attention.min_queries, params.attention.max_queries),
             Parameter::KeyRanges(params) => (params.attention.min_queries, params.attention.max_queries),
             Parameter::RowMasks(params) => (params.attention.min_queries, params.attention.max_queries),
+            Parameter::TokenScales(params) => (params.attention.min_queries, params.attention.max_queries),
             Parameter::Prefill(PrefillParameter { attention, .. }) => (attention.min_queries, attention.max_queries),
             Parameter::Latent(of) => (of.attention.min_queries, of.attention.max_queries),
             Parameter::Fused(of) => {

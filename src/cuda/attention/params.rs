@@ -142,7 +142,7 @@ impl NewTokens {
 }
 
 impl KvSource {
-    fn new(view: &KvView) -> Self {
+    pub(super) fn new(view: &KvView) -> Self {
         Self {
             base: view.data.cast(),
             page_stride: view.page_stride,

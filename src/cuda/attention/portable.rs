@@ -1,7 +1,7 @@
 //! Prefill on every GPU: one CTA per tile and KV head.
 
-use super::tiles::{AttentionTile, KERNEL};
-use super::{Call, Launch, Launches, Parameter, UNLIMITED, decode, max_tiles};
+use super::tiles::AttentionTile;
+use super::{Call, Launch, Launches, UNLIMITED, decode, max_tiles};
 use crate::cuda::enqueue::LaunchConfig;
 use crate::cuda::params::attention::AttentionParams;
 use crate::error::{Error, Result};
@@ -18,9 +18,12 @@ pub(super) fn launches<'c>(call: &Call<'c>) -> Result<Option<Launches<'c>>> {
     if ctas > i64::from(i32::MAX) {
         return Err(Error::unimplemented(format!("prefill takes up to {ctas} blocks; a grid has up to 2^31 - 1")));
     }
-    let config = LaunchConfig { grid: [ctas as u32, 1, 1], threads: tile.threads(), shared_memory: tile.shared_bytes };
+    let config =
+        LaunchConfig { grid: [ctas as u32, 1, 1], threads: tile.threads(), shared_memory: tile.bytes_for(problem) };
     let variant = tile.variant(problem, device)?;
-    let launch = |params: &AttentionParams| Launch::new(KERNEL, variant, config, Parameter::Attention(*params));
+    let launch = |params: &AttentionParams| {
+        Launch::new(AttentionTile::kernel(problem, device), variant, config, call.parameter(params))
+    };
     if decodes {
         return decode::with_prefill(call, |params| Ok(launch(params))).map(Some);
     }

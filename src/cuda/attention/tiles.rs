@@ -6,9 +6,11 @@ pub(super) use crate::cuda::tiles::AttentionTile;
 use crate::cuda::variants;
 use crate::error::{Error, Result};
 use crate::problem::attention::Attention;
+use crate::tensor::DType;
 use std::f32::consts::LOG2_E;
 
-pub(super) const KERNEL: &str = "attention";
+/// Head dimensions of the kernels for caches with a scale per token and KV head; those between take the next.
+const TOKEN_SCALE_HEAD_DIMS: [u32; 3] = [64, 128, 256];
 
 impl AttentionTile {
     /// The tile of `shape` with the smallest head dimension that is at least D and Dv.
@@ -22,7 +24,10 @@ impl AttentionTile {
     /// The tiles of `shape` for the type of K and V whose head dimension is at least D and Dv.
     pub(super) fn serving(problem: &Attention, shape: &str) -> impl Iterator<Item = &'static Self> {
         let (bytes, head_dim) = (problem.kv_dtype.size(), problem.head_dim.max(problem.value_dim));
-        let serves = move |t: &&Self| t.shape == shape && t.bytes as usize == bytes && t.head_dim as usize >= head_dim;
+        let is_built = |t: &Self| problem.scale_cache.is_none() || TOKEN_SCALE_HEAD_DIMS.contains(&t.head_dim);
+        let serves = move |t: &&Self| {
+            t.shape == shape && t.bytes as usize == bytes && t.head_dim as usize >= head_dim && is_built(t)
+        };
         ATTENTION.iter().filter(serves)
     }
 
@@ -36,15 +41,29 @@ impl AttentionTile {
         Ok(with_8_warps.filter(|_| is_few && !problem.batch_invariant).unwrap_or(tile))
     }
 
-    /// The kernel of this tile for the problem: its index in the table of variants.
+    /// The name of the tiles' kernel for the problem.
+    pub(super) fn kernel(problem: &Attention, device: &Device) -> &'static str {
+        match (problem.kv_dtype.size() == 1, problem.scale_cache.is_some(), converts_fp8(device)) {
+            (false, ..) => "attention",
+            (true, false, true) => "attention_fp8",
+            (true, false, false) => "attention_fp8_sm80",
+            (true, true, true) => "attention_token_scales",
+            (true, true, false) => "attention_token_scales_sm80",
+        }
+    }
+
+    /// The variant of the kernel: its index in the table of variants.
     pub(super) fn variant(&self, problem: &Attention, device: &Device) -> Result<usize> {
-        let logits = if transforms_logits(problem) { "softcap_alibi" } else { "none" };
-        let (kernel, dtype) = match (problem.kv_dtype.size() == 1, converts_fp8(device)) {
-            (false, _) => (KERNEL, variants::dtype_value(problem.kv_dtype)),
-            (true, true) => ("attention_fp8", "fp8"),
-            (true, false) => ("attention_fp8_sm80", "fp8_shifted"),
+        let dtype = match problem.kv_dtype {
+            DType::F8E4M3FN | DType::F8E5M2 if converts_fp8(device) => "fp8",
+            DType::F8E4M3FN | DType::F8E5M2 => "fp8_shifted",
+            dtype => variants::dtype_value(dtype),
         };
-        variants::find(kernel, &[dtype, self.head_dim_value, self.shape, logits])
+        let logits = if transforms_logits(problem) { "softcap_alibi" } else { "none" };
+        let values = [dtype, self.head_dim_value, self.shape, logits];
+        // With token scales there is no axis of logits.
+        let axes = if problem.scale_cache.is_some() { 3 } else { 4 };
+        variants::find(Self::kernel(problem, device), &values[..axes])
     }
 
     /// Packed query rows of a CTA.
@@ -67,9 +86,17 @@ impl AttentionTile {
         self.decode_bytes(problem) <= device.shared_memory
     }
 
+    /// Shared memory of a launch without `batch_invariant`: that of the tile and, where rows of K and V have scales, theirs
+    /// for each stage of each ring (`kernels/include/token_scales.cuh`).
+    pub(super) fn bytes_for(&self, problem: &Attention) -> u32 {
+        let rings = if self.shape == "prefill" { 1 } else { self.threads() / 32 };
+        let scale_bytes = if problem.scale_cache.is_some() { 2 * size_of::<f32>() as u32 * self.keys } else { 0 };
+        self.shared_bytes + rings * self.stages * scale_bytes
+    }
+
     /// Shared memory that decode uses.
     fn decode_bytes(&self, problem: &Attention) -> u32 {
-        self.shared_bytes + if problem.batch_invariant { self.fixed_splits_bytes() } else { 0 }
+        self.bytes_for(problem) + if problem.batch_invariant { self.fixed_splits_bytes() } else { 0 }
     }
 
     /// Dynamic shared memory of a decode launch: enough that at most `ctas_per_sm` CTAs fit on an SM. Those saturate DRAM;
@@ -108,7 +135,8 @@ pub(in crate::cuda) fn transforms_logits(problem: &Attention) -> bool {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::tensor::{DType, Tensor};
+    use crate::problem::{KvScaleCache, KvView};
+    use crate::tensor::Tensor;
 
     #[test]
     fn every_head_dimension_finds_a_kernel() {
@@ -134,6 +162,32 @@ mod tests {
                         assert_eq!(variant.name.contains("fp8"), kv_dtype.size() == 1);
                         assert!(variant.target.parse::<u32>().expect("a number") <= capability, "{}", variant.name);
                     }
+                }
+            }
+        }
+    }
+
+    #[test]
+    fn every_head_dimension_finds_a_kernel_for_token_scales() {
+        let view = KvView { data: std::ptr::null_mut(), page_stride: 0, token_stride: 0, head_stride: 0 };
+        let plain = super::super::tests::problem(64, 1, 8, 64);
+        let q = Tensor { dtype: DType::F16, ..plain.q };
+        let scale_cache = Some(KvScaleCache { k: view, v: view });
+        for kv_dtype in [DType::I8, DType::F8E4M3FN] {
+            for dim in (8..=256).step_by(8) {
+                let problem = Attention { q, kv_dtype, scale_cache, head_dim: dim, value_dim: dim, ..plain };
+                for (shape, capability) in [("prefill", 80), ("prefill", 90), ("decode", 80), ("decode", 89)] {
+                    let tile = AttentionTile::of(&problem, shape).expect("there is a tile");
+                    assert!(tile.head_dim as usize == dim.next_power_of_two().max(64), "{tile:?}");
+                    let device = Device { capability, ..super::super::tests::device(true) };
+                    let variant = tile.variant(&problem, &device).expect("there is a kernel");
+                    let variant = &variants::VARIANTS[variant];
+                    assert!(variant.name.starts_with(AttentionTile::kernel(&problem, &device)), "{}", variant.name);
+                    assert!(variant.target.parse::<u32>().expect("a number") <= capability, "{}", variant.name);
+                    // 8 bytes per key, stage and ring: one in prefill, four in decode.
+                    let rings = if shape == "prefill" { 1 } else { 4 };
+                    assert_eq!(tile.bytes_for(&problem) - tile.shared_bytes, 8 * rings * tile.keys * tile.stages);
+                    assert!(tile.bytes_for(&problem) <= 99 * 1024, "{tile:?}");
                 }
             }
         }

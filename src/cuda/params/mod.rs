@@ -15,6 +15,7 @@ pub(crate) mod cluster_decode;
 pub(crate) mod combine;
 pub(crate) mod divisor;
 pub(crate) mod gather_kv_cache;
+pub(crate) mod gather_token_scales;
 pub(crate) mod hopper_bwd;
 pub(crate) mod hopper_mla;
 pub(crate) mod hopper_prefill;
@@ -24,6 +25,8 @@ pub(crate) mod rope_kv_cache_update;
 pub(crate) mod simple_add;
 pub(crate) mod slots;
 pub(crate) mod tensor_map;
+pub(crate) mod token_scale_update;
+pub(crate) mod token_scales;
 pub(crate) mod tree_mask;
 
 /// The parameter of a kernel.
@@ -48,6 +51,7 @@ kernel_params!(
     cache_rows::CacheUpdateParams,
     clear_tile_counter::ClearTileCounterParams,
     gather_kv_cache::GatherParams,
+    gather_token_scales::GatherTokenScaleParams,
     hopper_bwd::CombineGradientsParams,
     hopper_bwd::HopperBackwardParams,
     hopper_bwd::HopperWideBackwardParams,
@@ -59,5 +63,7 @@ kernel_params!(
     merge_attention_states::MergeStatesParams,
     rope_kv_cache_update::RopeParams,
     simple_add::SimpleAddParams,
+    token_scale_update::TokenScaleUpdateParams,
+    token_scales::TokenScaleParams,
     tree_mask::RowMaskParams,
 );
