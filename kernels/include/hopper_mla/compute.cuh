@@ -138,7 +138,7 @@ class HalfTile {
     buffers_.full(number, kPart).wait();
     hopper::ptx::wgmma_fence();
 #pragma unroll
-    for (int i = Shape::part_begin(kPart) * kSteps; i < Shape::part_begin(kPart + 1) * kSteps; ++i) {
+    for (int i = Shape::part_start(kPart) * kSteps; i < Shape::part_start(kPart + 1) * kSteps; ++i) {
       const uint64_t offset = Shape::atom_column(i / kSteps) * (Shape::kAtomColumnBytes >> 4) + i % kSteps * 2;
       if (i == 0) {
         hopper::Wgmma<T, Shape::kKeys>::template ss<false>(scores, query_ + offset, block + offset);

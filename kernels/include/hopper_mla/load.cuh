@@ -128,7 +128,7 @@ class BlockLoader {
   }
   template <int kPart>
   __device__ __forceinline__ void load_part(int32_t number) const {
-    constexpr int kBegin = Shape::part_begin(kPart), kEnd = Shape::part_begin(kPart + 1);
+    constexpr int kBegin = Shape::part_start(kPart), kEnd = Shape::part_start(kPart + 1);
     const Barrier full = buffers_.full(number, kPart);
     const int32_t lane = threadIdx.x % 32;
     if (lane == 0) {

@@ -50,7 +50,7 @@ struct Shape : Config {
   /// The atom columns of a block in the order of their loads, as parts that each have a barrier: the left value columns
   /// with those that are of keys only, then the right value columns.
   static constexpr int kParts = 4;
-  static __device__ constexpr int part_begin(int part) { return part < 2 ? 2 * part : 2 * part + 1; }
+  static __device__ constexpr int part_start(int part) { return part < 2 ? 2 * part : 2 * part + 1; }
   static __device__ constexpr int atom_column(int index) {
     return index < kAtomColumnsPerHalf ? index : index == kAtomColumnsPerHalf ? kAtomColumns - 1 : index - 1;
   }
