@@ -14,7 +14,7 @@ const SCALED_DTYPES: [DType; 2] = [DType::I8, DType::F8E4M3FN];
 /// scale, and no quotient of a scale, is subnormal or overflows.
 pub const SMALLEST_ROW: f32 = 1.0 / (1u128 << 100) as f32;
 
-/// The largest code of a row in a cache of `dtype`, which is one of [`SCALED_DTYPES`]: 127 of i8, 448 of f8e4m3fn.
+/// The largest code of a row in a cache of `dtype`, which is one of `SCALED_DTYPES`: 127 of i8, 448 of f8e4m3fn.
 #[must_use]
 pub fn largest_code(dtype: DType) -> f32 {
     if dtype == DType::I8 { 127.0 } else { 448.0 }
