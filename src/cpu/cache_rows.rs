@@ -83,10 +83,8 @@ pub(super) struct CacheWriter<T> {
     head: usize,
     /// New numbers are divided by the scale.
     scale: Option<f32>,
-    /// `None` if the cache has the type `T`.
+    /// `None` if the cache has the type `T`, or is of i8, whose rows are written by [`CacheWriter::quantize`] alone.
     fp8: Option<Fp8Encoding>,
-    /// Whether the cache is of i8, whose rows have scales.
-    is_i8: bool,
     element: PhantomData<T>,
 }
 
@@ -97,14 +95,13 @@ impl<T: Element> CacheWriter<T> {
     pub(super) unsafe fn new(problem: &KvCacheUpdate, new: &NewRows, head: usize) -> Self {
         // SAFETY: a scale has Hkv values if it is per head, and one otherwise.
         let scale = new.scale.map(|scale| unsafe { scale.values.add(if scale.per_head { head } else { 0 }).read() });
-        let (fp8, is_i8) = (Fp8Encoding::of(problem.cache_dtype), problem.cache_dtype == DType::I8);
-        Self { cache: new.cache, head, scale, fp8, is_i8, element: PhantomData }
+        Self { cache: new.cache, head, scale, fp8: Fp8Encoding::of(problem.cache_dtype), element: PhantomData }
     }
 
-    /// Whether rows are copied bit by bit, without scale or conversion.
+    /// Whether rows without scales of their own are copied bit by bit, without scale or conversion.
     #[inline(always)]
     pub(super) fn copies_bits(&self) -> bool {
-        self.scale.is_none() && self.fp8.is_none() && !self.is_i8
+        self.scale.is_none() && self.fp8.is_none()
     }
 
     /// Store a whole row as codes and a scale, to a cache of i8 or f8e4m3fn and its `scales` of the same rows.

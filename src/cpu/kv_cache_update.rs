@@ -9,8 +9,8 @@ use super::row_quantization::RowQuantization;
 use super::simd::{Isa, Simd, SimdKernel};
 use crate::error::Result;
 use crate::pool::{Pool, SingleThread, parallel_for};
-use crate::problem::MAX_LATENT_DIM;
 use crate::problem::kv_cache_update::{KvCacheUpdate, NewRows};
+use crate::problem::{KvView, MAX_LATENT_DIM};
 use crate::tensor::DType;
 use half::{bf16, f16};
 use std::marker::PhantomData;
@@ -36,14 +36,19 @@ pub(crate) unsafe fn run(problem: &KvCacheUpdate, pool: &dyn Pool) -> Result {
         2 * heads,
         || (),
         |(), task| {
-            let new = if task < heads { &problem.key } else { &problem.value };
+            let scales = problem.scale_cache.as_ref();
+            let (new, scales) = if task < heads {
+                (&problem.key, scales.map(|scales| scales.k))
+            } else {
+                (&problem.value, scales.map(|scales| scales.v))
+            };
             // SAFETY: the caller guarantees valid views, the problem has validated dtypes and shapes, and no other task
             // has this head of K or V.
             unsafe {
                 match new.rows.dtype {
-                    DType::F16 => write_head::<f16>(problem, new, task % heads),
-                    DType::BF16 => write_head::<bf16>(problem, new, task % heads),
-                    _ => write_head::<f32>(problem, new, task % heads),
+                    DType::F16 => write_head::<f16>(problem, new, scales, task % heads),
+                    DType::BF16 => write_head::<bf16>(problem, new, scales, task % heads),
+                    _ => write_head::<f32>(problem, new, scales, task % heads),
                 }
             }
         },
@@ -53,11 +58,16 @@ pub(crate) unsafe fn run(problem: &KvCacheUpdate, pool: &dyn Pool) -> Result {
 /// Write one head of K or V of all rows into the cache.
 ///
 /// # Safety
-/// As [`run`], with `T` the element type of `new`, which are the problem's keys or values, and `head` below Hkv; this
-/// head of the cache is not otherwise accessed.
-pub(super) unsafe fn write_head<T: Element>(problem: &KvCacheUpdate, new: &NewRows, head: usize) {
+/// As [`run`], with `T` the element type of `new`, which are the problem's keys or values, `scales` those of their rows in
+/// the cache if the problem has a scale cache, and `head` below Hkv; this head of the cache is not otherwise accessed.
+pub(super) unsafe fn write_head<T: Element>(
+    problem: &KvCacheUpdate,
+    new: &NewRows,
+    scales: Option<KvView>,
+    head: usize,
+) {
     // SAFETY: the caller guarantees the contract of `WriteHead`, which is this function's.
-    unsafe { Isa::best().dispatch(WriteHead::<T> { problem, new, head, element: PhantomData }) };
+    unsafe { Isa::best().dispatch(WriteHead::<T> { problem, new, scales, head, element: PhantomData }) };
 }
 
 /// # Safety
@@ -65,6 +75,7 @@ pub(super) unsafe fn write_head<T: Element>(problem: &KvCacheUpdate, new: &NewRo
 struct WriteHead<'a, T> {
     problem: &'a KvCacheUpdate<'a>,
     new: &'a NewRows<'a>,
+    scales: Option<KvView>,
     head: usize,
     element: PhantomData<T>,
 }
@@ -73,12 +84,9 @@ impl<T: Element> SimdKernel for WriteHead<'_, T> {
     type Output = ();
     #[inline(always)]
     unsafe fn run<S: Simd>(self, simd: S) {
-        let Self { problem, new, head, .. } = self;
+        let Self { problem, new, scales, head, .. } = self;
         let rows = &new.rows;
         let head_dim = rows.dims[2] as usize;
-        // The scales of K or of V, whichever the rows are.
-        let is_key = std::ptr::eq(new, &raw const problem.key);
-        let scales = problem.scale_cache.map(|scales| if is_key { scales.k } else { scales.v });
         let mut numbers = [0.0f32; MAX_LATENT_DIM as usize];
         let quantization = RowQuantization::of(problem.cache_dtype);
         // SAFETY: the scales are views of the problem; head < Hkv.
@@ -92,15 +100,14 @@ impl<T: Element> SimdKernel for WriteHead<'_, T> {
             // MAX_LATENT_DIM; `slot_of` only returns slots of the cache.
             unsafe {
                 let from = rows.data.cast_const().cast::<T>().offset(from as isize);
-                if writer.copies_bits() {
+                if let Some(scales) = scales {
+                    widen(simd, from, numbers.as_mut_ptr(), head_dim);
+                    writer.quantize(quantization, slot, &numbers[..head_dim], scales);
+                } else if writer.copies_bits() {
                     writer.copy(slot, 0, from, head_dim);
                 } else {
                     widen(simd, from, numbers.as_mut_ptr(), head_dim);
-                    if let Some(scales) = scales {
-                        writer.quantize(quantization, slot, &numbers[..head_dim], scales);
-                    } else {
-                        writer.store(simd, slot, 0, &mut numbers[..head_dim]);
-                    }
+                    writer.store(simd, slot, 0, &mut numbers[..head_dim]);
                 }
             }
         }

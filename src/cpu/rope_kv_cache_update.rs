@@ -63,7 +63,7 @@ unsafe fn run_task<T: Element>(problem: &RopeKvCacheUpdate, task: usize, tokens:
     } else if task < 2 * kv_heads {
         // SAFETY: the caller guarantees valid views. Values have the dtype of keys, and no other task has this head of
         // V.
-        unsafe { write_head::<T>(&problem.update, &problem.update.value, task - kv_heads) };
+        unsafe { write_head::<T>(&problem.update, &problem.update.value, None, task - kv_heads) };
     } else {
         let first = (task - 2 * kv_heads) * tokens;
         let tokens = first..(first + tokens).min(problem.query.dims[0] as usize);

@@ -1,7 +1,7 @@
 //! `kv_cache_update` on CUDA: copies the old cache if the result is another buffer, then stores the new rows.
 
 use super::cache_rows::{self, copy_unaliased_caches};
-use super::kernel_launch::Launch;
+use super::kernel_launch::{Launch, Parameter};
 use super::params::cache_rows::{CacheUpdateParams, NewRows, RowPartition, UPDATE_HEADS_PER_THREAD};
 use super::params::slots::SlotMapping;
 use super::token_scale_update;
@@ -37,22 +37,23 @@ pub(crate) fn prepare(problem: &KvCacheUpdate) -> Result {
 /// # Safety
 /// The problem's views are device memory of the current context that outlives the kernel's run, the caches writable.
 pub(crate) unsafe fn launch(problem: &KvCacheUpdate, stream: Stream) -> Result {
-    match &problem.scale_cache {
-        None => {
-            let plan = plan(problem)?;
-            // SAFETY: this function has the same contract. `CacheUpdateParams` is the kernel's parameter.
-            unsafe {
-                copy_unaliased_caches(problem, stream)?;
-                plan.iter().try_for_each(|launch| launch.enqueue(stream))
-            }
+    // SAFETY: the plans are of this problem and have their kernels' parameters; this function has the same contract.
+    unsafe {
+        match &problem.scale_cache {
+            None => enqueue(problem, plan(problem)?.as_ref(), stream),
+            Some(scales) => enqueue(problem, token_scale_update::plan(problem, scales)?.as_ref(), stream),
         }
-        Some(scales) => {
-            let plan = token_scale_update::plan(problem, scales)?;
-            // SAFETY: this function has the same contract. `TokenScaleUpdateParams` is the kernel's parameter.
-            unsafe {
-                copy_unaliased_caches(problem, stream)?;
-                plan.iter().try_for_each(|launch| launch.enqueue(stream))
-            }
-        }
+    }
+}
+
+/// Copies the caches that are not updated in place, then enqueues the update.
+///
+/// # Safety
+/// As [`launch`]; the plan is of this problem, with its kernel's parameter.
+unsafe fn enqueue<P: Parameter>(problem: &KvCacheUpdate, plan: Option<&Launch<P>>, stream: Stream) -> Result {
+    // SAFETY: the caller guarantees the memory and the parameter.
+    unsafe {
+        copy_unaliased_caches(problem, stream)?;
+        plan.map_or(Ok(()), |launch| launch.enqueue(stream))
     }
 }

@@ -3,7 +3,7 @@
 
 use crate::attention::Operator;
 use crate::attention::metadata::corrupt;
-use crate::attention::results::attend;
+use crate::attention::results::assert_same_bits_alone;
 use crate::support::{
     ALIBI, ATTENTION_DTYPES, Array, AttentionCase, BF16, BatchSpec, CacheUpdateCase, Dtype, Dtypes, F8E4M3FN, F16, F32,
     GatherCase, I8, InlinePool, InvalidMetadata, KeyBounds, KvLayout, Mask, MemoryLayout, Numbers, PagedUpdateCase,
@@ -346,17 +346,7 @@ fn rows_have_the_bits_of_their_sequence_alone_with_batch_invariant() {
         let batch = spec.batch();
         let layouts =
             [None, Some(300_000), Some(9_000_001)].map(|workspace| MemoryLayout { workspace, lse: true, ..layout(0) });
-        let whole = attend(Operator::PagedAttention, &batch, &layouts[0]);
-        for layout in &layouts[1..] {
-            assert!(
-                attend(Operator::PagedAttention, &batch, layout) == whole,
-                "{dtypes:?}: {layout:?} changed the bits"
-            );
-        }
-        for (index, rows) in whole.iter().enumerate() {
-            let alone = attend(Operator::PagedAttention, &batch.only(index), &layouts[index % 3]);
-            assert!(alone[0] == *rows, "{dtypes:?}: sequence {index} alone");
-        }
+        assert_same_bits_alone(Operator::PagedAttention, &batch, &layouts, &format!("{dtypes:?}"));
     }
 }
 

@@ -2,7 +2,7 @@
 //! attends to hold NaN.
 
 use crate::attention::Operator;
-use crate::attention::results::attend;
+use crate::attention::results::assert_same_bits_alone;
 use crate::support::{
     ALIBI, AttentionCase, BF16, Batch, BatchSpec, Dtypes, F8E4M3FN, F16, F32, KeyBounds, KvLayout, Mask, MemoryLayout,
     PagedUpdateCase, ReferenceCase, SequenceData, Side, assert_named_matches_reference, runs_on_cpu,
@@ -82,18 +82,7 @@ fn trees_have_the_bits_of_their_sequence_alone() {
         };
         let batch = spec.batch();
         let layouts = [None, Some(300_000), Some(9_000_001)].map(|workspace| MemoryLayout { workspace, ..layout(0) });
-        let whole = attend(Operator::PagedAttention, &batch, &layouts[0]);
-        for layout in &layouts[1..] {
-            assert!(
-                attend(Operator::PagedAttention, &batch, layout) == whole,
-                "{dtypes:?}: {layout:?} changed the bits"
-            );
-        }
-        for (index, rows) in whole.iter().enumerate() {
-            let layout = &layouts[index % 3];
-            let alone = attend(Operator::PagedAttention, &batch.only(index), layout);
-            assert!(alone[0] == *rows, "{dtypes:?}: sequence {index} alone, {layout:?}");
-        }
+        assert_same_bits_alone(Operator::PagedAttention, &batch, &layouts, &format!("{dtypes:?}"));
     }
 }
 

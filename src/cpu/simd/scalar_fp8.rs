@@ -1,6 +1,6 @@
 //! Operations on 8-bit types for instruction sets that look up no tables.
 
-/// The operations of [`super::Simd`] on 8-bit floats in scalar code, for instruction sets that look up no tables.
+/// The operations of [`super::Simd`] on 8-bit types in scalar code.
 macro_rules! scalar_fp8_operations {
     () => {
         type Fp8Table = &'static Fp8ToBf16Table;

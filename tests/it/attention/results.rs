@@ -33,6 +33,19 @@ pub(crate) fn attend(op: Operator, batch: &Batch, memory_layout: &MemoryLayout) 
     batch.sequences.iter().enumerate().map(of).collect()
 }
 
+/// Asserts that all layouts give the same bits, and each sequence alone those that it has in the batch.
+pub(crate) fn assert_same_bits_alone(op: Operator, batch: &Batch, layouts: &[MemoryLayout], name: &str) {
+    let whole = attend(op, batch, &layouts[0]);
+    for layout in &layouts[1..] {
+        assert!(attend(op, batch, layout) == whole, "{name}: {layout:?} changed the bits");
+    }
+    for (index, rows) in whole.iter().enumerate() {
+        let layout = &layouts[index % layouts.len()];
+        let alone = attend(op, &batch.only(index), layout);
+        assert!(alone[0] == *rows, "{name}: sequence {index} alone, {layout:?}");
+    }
+}
+
 /// The gradients of one sequence.
 #[derive(Clone, PartialEq, Debug)]
 pub(crate) struct Gradients {
