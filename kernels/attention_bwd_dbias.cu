@@ -9,9 +9,11 @@
 // kDbiasSharedBytes of dynamic shared memory.
 
 #include "bwd/bias_rows.cuh"
+#include "bwd/dbias_rows.cuh"
 #include "bwd/probabilities.cuh"
 #include "bwd/ptx_extra.cuh"
 #include "bwd/rows.cuh"
+#include "bwd/sequence_at.cuh"
 #include "bwd/sequence_segment.cuh"
 #include "element.cuh"
 #include "params/attention_bwd.cuh"
@@ -140,14 +142,7 @@ class BiasGradient {
       maxima = place_.maxima;
       scanned = sequence - 1;
     }
-    raise_maxima(params_.forward, scanned, sequence, maxima);
-    Metadata<1> metadata;
-    metadata.load(params_.forward, sequence);
-    metadata.starts[0] = max(metadata.starts[0], maxima.q);
-    metadata.starts[1] = max(metadata.starts[1], metadata.starts[0]);
-    metadata.starts_k[0] = max(metadata.starts_k[0], maxima.k);
-    metadata.starts_k[1] = max(metadata.starts_k[1], metadata.starts_k[0]);
-    QoTile tile = metadata.sequence(params_.forward, 0, sequence);
+    QoTile tile = sequence_at(params_.forward, sequence, scanned, maxima);
     tile.first_row = place_.first_row;
     tile.num_rows = min(tile.len_q - place_.first_row, Shape::kRows);
     __syncthreads();
@@ -330,11 +325,7 @@ class BiasGradient {
 
   /// Stores the sums.
   __device__ __forceinline__ void store() const {
-    if constexpr (Element<T>::kIs16Bit) {
-      // A bias of f32 has a gradient of f32.
-      if (all_params_.bias.is_wide != 0 || all_params_.widens_dbias != 0) return store_as<float>();
-    }
-    store_as<T>();
+    with_dbias_type<T>(all_params_, [&](auto type) { store_as<decltype(type)>(); });
   }
   template <typename E>
   __device__ __forceinline__ void store_as() const {
@@ -349,13 +340,8 @@ class BiasGradient {
 #pragma unroll
       for (int block = 0; block < kBlocks; ++block) {
         const int32_t key = place_.first_key + 8 * block + 2 * (lane % 4);
-        const float2 pair = make_float2(sums_[0][block][2 * half], sums_[0][block][2 * half + 1]);
-        if (bias.keys % 2 == 0) {
-          if (key < bias.keys) store_columns(to + key, pair);
-        } else {
-          if (key < bias.keys) to[key] = rounded<E>(pair.x);
-          if (key + 1 < bias.keys) to[key + 1] = rounded<E>(pair.y);
-        }
+        const float (&x)[4] = sums_[0][block];
+        store_dbias_pair(to, key, bias.keys, make_float2(x[2 * half], x[2 * half + 1]));
       }
     }
   }

@@ -5,7 +5,7 @@
 // Compiled once for each combination of
 //   XA_DTYPE     f16, bf16, f32
 //   XA_HEAD_DIM  the bucket: D and Dv up to it run, padded with zeros in shared memory
-//   XA_SHAPE     large, small; key_ranges, bias: for query rows with bounds of their keys, with a bias
+//   XA_SHAPE     large, small; key_ranges, bias, bias_large: for query rows with bounds of their keys, with a bias
 //                (include/bwd/shape.cuh)
 //   XA_LOGITS    none, softcap_alibi (include/bwd/probabilities.cuh)
 // Launch: kThreads threads, ceil(Tk / kHeld) * Hkv CTAs, Shape::kSharedBytes of dynamic shared memory.
@@ -19,6 +19,7 @@
 #include "bwd/sequence_segment.cuh"
 #include "bwd/shape.cuh"
 #include "bwd/shape_params.cuh"
+#include "bwd/staged_bias.cuh"
 #include "bwd/stream.cuh"
 #include "element.cuh"
 #include "params/attention_bwd.cuh"
@@ -94,6 +95,10 @@ class KeyGradients {
   __device__ __forceinline__ BiasRowIndex* bias_rows(int stage) const {
     return reinterpret_cast<BiasRowIndex*>(shared_ + Shape::kBiasRowsOffset) + stage * Shape::kBlock;
   }
+  /// The bias of the query rows of a stage and the keys of the block.
+  __device__ __forceinline__ StagedBias<Shape, T> staged_bias(int stage) const {
+    return {all_params_.bias, shared_ + Shape::kBiasOffset, stage, segment_.first_key};
+  }
   /// How many rows of the block exist.
   __device__ __forceinline__ int32_t count() const {
     return min(params_.forward.capacity - segment_.first, Shape::kHeld);
@@ -115,6 +120,13 @@ class KeyGradients {
     if (Shape::kHasRanges && count <= 0) return;
     const QueryBlock block(params_.forward, segment_.tile.first_token, first, segment_.kv_head);
     fetch_queries<T, Shape, Shape::kBlock>(params_, block, count, queries(stage), queries(stage) + Shape::kBlockBytes);
+    if constexpr (Shape::kStagesBias) {
+      const int32_t sequence = segment_.tile.sequence;
+      staged_bias(stage).fetch([&](int32_t index) {
+        if (index >= count) return kNoBiasRow;
+        return bias_row_index(all_params_.bias, sequence, block.head(index), block.rows.query(index));
+      });
+    }
     const int32_t index_in_block = ptx::thread();
     if (index_in_block < Shape::kBlock && index_in_block < count) {
       QueryRowStats& row = row_stats(stage)[index_in_block];
@@ -199,7 +211,13 @@ class KeyGradients {
     Scores p, ds;
     const int32_t column = first + own_chunk, key = segment_.first_key + warp_row;
     const QueryRowStats* const stats = row_stats(stage) + own_chunk;
-    if constexpr (Shape::kHasBias) {
+    if constexpr (Shape::kStagesBias) {
+      multiply_rows<T, Rows, kSteps>(p, keys, rows);
+      multiply_rows<T, Rows, kSteps>(ds, values, douts);
+      const StagedBias<Shape, T> block = staged_bias(stage);
+      const StagedScoreBias<Shape, T> bias(block, bias_rows(stage), own_chunk, warp_row);
+      p_and_ds<T, true, LogitsTransform>(p, ds, params_.forward, stats, key, bias);
+    } else if constexpr (Shape::kHasBias) {
       const BiasRowIndex* const rows_of_bias = bias_rows(stage) + own_chunk;
       const auto bias = row_bias<T, true>(all_params_.bias, key, [=](int32_t row) { return rows_of_bias[row]; });
       bias.load(p, params_.forward);

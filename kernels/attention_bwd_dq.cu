@@ -10,6 +10,7 @@
 // Launch: kThreads threads, ceil(Tq * group / kHeld) * Hkv CTAs, Shape::kSharedBytes of dynamic shared memory.
 
 #include "bwd/bias_rows.cuh"
+#include "bwd/dbias_rows.cuh"
 #include "bwd/probabilities.cuh"
 #include "bwd/products.cuh"
 #include "bwd/ptx_extra.cuh"
@@ -18,6 +19,7 @@
 #include "bwd/sequence_segment.cuh"
 #include "bwd/shape.cuh"
 #include "bwd/shape_params.cuh"
+#include "bwd/staged_bias.cuh"
 #include "bwd/stream.cuh"
 #include "element.cuh"
 #include "params/attention_bwd.cuh"
@@ -87,6 +89,10 @@ class QueryGradients {
   __device__ __forceinline__ BiasRowIndex* bias_rows() const {
     return reinterpret_cast<BiasRowIndex*>(shared_ + Shape::kBiasRowsOffset);
   }
+  /// The bias of the rows of the block and the keys of a stage, of which `first` is the first one.
+  __device__ __forceinline__ StagedBias<Shape, T> staged_bias(int32_t first, int stage) const {
+    return {all_params_.bias, shared_ + Shape::kBiasOffset, stage, first};
+  }
   /// The rows of the block, and how many of them exist.
   __device__ __forceinline__ QueryBlock held() const {
     return QueryBlock(params_.forward, 0, segment_.first, segment_.kv_head);
@@ -134,13 +140,23 @@ class QueryGradients {
       const uint64_t attended = RowRanges<Shape::kHeld>(row_ranges()).attended_64(first);
       fetch_keys<T, Shape, Shape::kBlock>(params_, row, count, segment_.kv_head, to, to + Shape::kBlockBytes,
                                           [=](int32_t key) { return (attended >> key & 1) != 0; });
+    } else if constexpr (Shape::kHasBias) {
+      // The first block may begin before the first key that some row attends to.
+      const int32_t hidden = segment_.columns.begin - first;
+      fetch_keys<T, Shape, Shape::kBlock>(params_, row, count, segment_.kv_head, to, to + Shape::kBlockBytes,
+                                          [=](int32_t key) { return key >= hidden; });
     } else {
       fetch_keys<T, Shape, Shape::kBlock>(params_, row, count, segment_.kv_head, to, to + Shape::kBlockBytes);
+    }
+    if constexpr (Shape::kStagesBias) {
+      const BiasRowIndex* const rows_of_bias = bias_rows();
+      staged_bias(first, stage).fetch([=](int32_t index) { return rows_of_bias[index]; });
     }
     ptx::cp_async_commit();
   }
 
-  /// The first key of the segment's first block. With ranges, stores those of the rows of the segment.
+  /// The first key of the segment's first block. Stores the ranges of the rows of the segment, or their places in the
+  /// bias. Blocks of a bias begin with a chunk of its rows, where these do.
   __device__ __forceinline__ int32_t first_block() const {
     if constexpr (Shape::kHasRanges) {
       const Visibility visibility(params_.forward, segment_.tile);
@@ -152,6 +168,15 @@ class QueryGradients {
       }
       __syncthreads();
       return block_from(segment_.columns.begin);
+    } else if constexpr (Shape::kHasBias) {
+      for (int32_t row = ptx::thread(); row < Shape::kHeld; row += Shape::kThreads) {
+        bias_rows()[row] = kNoBiasRow;
+        if (HeldQueries<Shape::kHeld>::position(params_.forward, segment_, row) == kNoPosition) continue;
+        const int32_t query = held().token(row) - segment_.tile.first_token;
+        bias_rows()[row] = bias_row_index(all_params_.bias, segment_.tile.sequence, held().head(row), query);
+      }
+      __syncthreads();
+      return segment_.columns.begin / 8 * 8;
     } else {
       return segment_.columns.begin;
     }
@@ -176,14 +201,8 @@ class QueryGradients {
           for (int32_t row = ptx::thread(); row < Shape::kHeld; row += Shape::kThreads) {
             QueryRowStats& to = row_stats()[row];
             to.position = HeldQueries<Shape::kHeld>::position(params_.forward, segment_, row);
-            if constexpr (Shape::kHasBias) bias_rows()[row] = kNoBiasRow;
             if (to.position == kNoPosition) continue;
-            const int32_t head = held().head(row), sequence = segment_.tile.sequence;
-            to.negative_slope = negative_slope(params_.forward, sequence, head);
-            if constexpr (Shape::kHasBias) {
-              const int32_t query = held().token(row) - segment_.tile.first_token;
-              bias_rows()[row] = bias_row_index(all_params_.bias, sequence, head, query);
-            }
+            to.negative_slope = negative_slope(params_.forward, segment_.tile.sequence, held().head(row));
           }
         },
         [](int32_t, int) { ptx::cp_async_wait<0>(); },
@@ -199,7 +218,13 @@ class QueryGradients {
     Scores p, ds;
     const int32_t column = first + own_chunk;
     const QueryRowStats* const stats = row_stats() + warp_row;
-    if constexpr (Shape::kHasBias) {
+    if constexpr (Shape::kStagesBias) {
+      multiply_rows<T, Rows, kSteps>(p, rows, chunk_keys);
+      multiply_rows<T, Rows, kSteps>(ds, douts, chunk_values);
+      const StagedBias<Shape, T> block = staged_bias(first, stage);
+      const StagedScoreBias<Shape, T> bias(block, bias_rows(), warp_row, own_chunk);
+      p_and_ds<T, false, LogitsTransform>(p, ds, params_.forward, stats, column, bias);
+    } else if constexpr (Shape::kHasBias) {
       const BiasRowIndex* const rows_of_bias = bias_rows() + warp_row;
       const auto bias = row_bias<T, false>(all_params_.bias, column, [=](int32_t row) { return rows_of_bias[row]; });
       bias.load(p, params_.forward);
@@ -227,6 +252,9 @@ class QueryGradients {
       };
       mask(p, ds, columns_of, column);
     }
+    if constexpr (Shape::kHasBias) {
+      if (all_params_.dq_stores_dbias != 0 && column_warp() == 0) store_dbias_of(ds, warp_row, first, own_chunk, stage);
+    }
     const int32_t first_chunk = 2 * column_warp();
     if constexpr (Shape::kExchanges) {
       uint8_t* const to = shared_ + Shape::kExchangeOffset + warp_row * Shape::kExchangePitch;
@@ -238,6 +266,18 @@ class QueryGradients {
     } else {
       accumulate<T, Columns>(dq_, RegisterOperand<T, kTiles, kBlocks>{ds}, chunk_keys, first_chunk);
     }
+  }
+
+  /// Stores dS of the warp's rows and of the keys from `own_chunk` of a stage on, whose first key is `first`.
+  __device__ __forceinline__ void store_dbias_of(const Scores& ds, int32_t warp_row, int32_t first, int32_t own_chunk,
+                                                 int stage) const {
+    if constexpr (Shape::kStagesBias) {
+      const StagedBias<Shape, T> block = staged_bias(first, stage);
+      if (block.stores_chunks(all_params_)) {
+        return block.store_gradient(all_params_, bias_rows(), warp_row, own_chunk, ds);
+      }
+    }
+    store_dbias<T>(all_params_, bias_rows() + warp_row, first + own_chunk, ds);
   }
 
   /// Stores the warp's part of the segment's rows of dQ.

@@ -65,6 +65,38 @@ __device__ __forceinline__ void with_bias_type(const BiasSource& bias, const Fun
   function(T{});
 }
 
+/// Starts to copy chunk `chunk` of a row's part that begins at key `first_key`, any number: to `to`, where the chunks
+/// of the row are, from the row at element `row`. Keys from the end of the row on become zeros.
+template <typename E>
+__device__ __forceinline__ void stage_bias_chunk(const BiasSource& bias, uint8_t* to, int64_t row, int32_t first_key,
+                                                 int32_t chunk) {
+  constexpr int kElements = 16 / static_cast<int>(sizeof(E));
+  const int64_t end = row + bias.keys;
+  const int64_t from = ((row + first_key) & ~static_cast<int64_t>(kElements - 1)) + chunk * kElements;
+  const bool exists = row != kNoBias && from < end && from + kElements > row;
+  const E* const data = static_cast<const E*>(bias.data);
+  to += chunk * 16;
+  if (!exists || from + kElements <= end) {
+    ptx::cp_async_16(ptx::shared_address(to), data + (exists ? from : 0), exists);
+  } else {
+    for (int i = 0; i < kElements; ++i) reinterpret_cast<E*>(to)[i] = from + i < end ? data[from + i] : E{};
+  }
+}
+
+/// Two adjacent elements in shared memory, aligned to both if `kIsAligned`.
+template <bool kIsAligned, typename E>
+__device__ __forceinline__ float2 load_bias_pair(const E* from) {
+  if constexpr (!kIsAligned) {
+    return make_float2(Element<E>::to_f32(from[0]), Element<E>::to_f32(from[1]));
+  } else if constexpr (Element<E>::kIs16Bit) {
+    const uint32_t pair = *reinterpret_cast<const uint32_t*>(from);
+    return make_float2(Element<E>::to_f32(E{static_cast<uint16_t>(pair)}),
+                       Element<E>::to_f32(E{static_cast<uint16_t>(pair >> 16)}));
+  } else {
+    return *reinterpret_cast<const float2*>(from);
+  }
+}
+
 /// The bias of the rows of a tile of prefill. In shared memory it has, after Shape::kSharedBytes, the elements of the
 /// tile's rows and their key 0, then the staged rows.
 template <typename Shape, typename T>
@@ -109,11 +141,11 @@ class BiasTile {
         });
       } else if (bias_.keys % 2 == 0) {
         add_pairs(scores, factor, [&](int64_t row, int32_t in_tile, int32_t column) {
-          return load_pair<true>(staged<E>(row, in_tile, first_key) + column);
+          return load_bias_pair<true>(staged<E>(row, in_tile, first_key) + column);
         });
       } else {
         add_pairs(scores, factor, [&](int64_t row, int32_t in_tile, int32_t column) {
-          return load_pair<false>(staged<E>(row, in_tile, first_key) + column);
+          return load_bias_pair<false>(staged<E>(row, in_tile, first_key) + column);
         });
       }
     });
@@ -173,17 +205,7 @@ class BiasTile {
   }
   template <typename E>
   __device__ __forceinline__ void stage_chunk(int32_t row, int32_t chunk, int32_t first_key) const {
-    constexpr int kElements = 16 / static_cast<int>(sizeof(E));
-    const int64_t begin = row_at(row), end = begin + bias_.keys;
-    const int64_t from = ((begin + first_key) & ~static_cast<int64_t>(kElements - 1)) + chunk * kElements;
-    const bool exists = begin != kNoBias && from < end;
-    const E* const data = static_cast<const E*>(bias_.data);
-    uint8_t* const to = chunks_of<E>(row) + chunk * 16;
-    if (!exists || from + kElements <= end) {
-      ptx::cp_async_16(ptx::shared_address(to), data + (exists ? from : 0), exists);
-    } else {
-      for (int i = 0; i < kElements; ++i) reinterpret_cast<E*>(to)[i] = from + i < end ? data[from + i] : E{};
-    }
+    stage_bias_chunk<E>(bias_, chunks_of<E>(row), row_at(row), first_key, chunk);
   }
 
   /// Adds `pair(row, row of the tile, column)` to `factor` times the scores of two adjacent columns of the block.
@@ -205,19 +227,6 @@ class BiasTile {
           score[2 * half + 1] = __fmaf_rn(score[2 * half + 1], factor, biases.y);
         }
       }
-    }
-  }
-  /// Two adjacent elements in shared memory, aligned to both if `kIsAligned`.
-  template <bool kIsAligned, typename E>
-  static __device__ __forceinline__ float2 load_pair(const E* from) {
-    if constexpr (!kIsAligned) {
-      return make_float2(Element<E>::to_f32(from[0]), Element<E>::to_f32(from[1]));
-    } else if constexpr (Element<E>::kIs16Bit) {
-      const uint32_t pair = *reinterpret_cast<const uint32_t*>(from);
-      return make_float2(Element<E>::to_f32(E{static_cast<uint16_t>(pair)}),
-                         Element<E>::to_f32(E{static_cast<uint16_t>(pair >> 16)}));
-    } else {
-      return *reinterpret_cast<const float2*>(from);
     }
   }
 

@@ -225,6 +225,7 @@ __device__ __forceinline__ void for_segments(const AttentionParams& params, Sequ
     __syncthreads();
     if (__builtin_expect(!starts_ascend(segment.maxima), false)) {
       StartMaxima maxima = segment.maxima;
+      __syncthreads();
       if (ptx::thread() < 32) raise_maxima(params, base, min(base + kThreads, live_sequences(params)), maxima);
       if (ptx::thread() == 0) segment.maxima = maxima;
       __syncthreads();

@@ -10,7 +10,8 @@
 //
 //     rows held (2 operands) | kStages blocks of streamed rows (2 operands) | exchanged P, dS | QueryRowStats |
 //     dK/dV: ColumnRange of each key; with bounds of keys (shape_key_ranges), RowRange of each query row |
-//     with a bias (shape_bias): the index of each query row in it | SequenceSegment
+//     with a bias (shape_bias): the index of each query row in it | SequenceSegment | kStagesBias: the bias of each
+//     block (staged_bias.cuh)
 #pragma once
 
 #include <cstdint>
@@ -41,7 +42,8 @@ struct BackwardShape : tiles::AttentionBwd<Gradient, Shape, sizeof(T), kHeadDim_
   /// Whether query rows have bounds of their keys (key_ranges.cuh).
   static constexpr bool kHasRanges = std::is_same_v<Shape, tiles::shape_key_ranges>;
   /// Whether pairs of rows and keys have a bias (score_bias.cuh).
-  static constexpr bool kHasBias = std::is_same_v<Shape, tiles::shape_bias>;
+  static constexpr bool kHasBias =
+      std::is_same_v<Shape, tiles::shape_bias> || std::is_same_v<Shape, tiles::shape_bias_large>;
   static constexpr int kWarps = Config::kRowWarps * Config::kColumnWarps, kThreads = 32 * kWarps;
   static constexpr int kWarpRows = 16 * Config::kRowTiles;
   /// Rows of the block that the CTA holds.
@@ -53,6 +55,7 @@ struct BackwardShape : tiles::AttentionBwd<Gradient, Shape, sizeof(T), kHeadDim_
       Config::kColumnWarps > 1 && Config::kBlock / Config::kColumnWarps == Config::kChunk;
   /// Streamed rows that the CTA processes at a time.
   static constexpr int kAtOnce = kExchanges ? Config::kBlock : Config::kChunk;
+  static_assert(kHasBias || !Config::kStagesBias);
   using Rows = SwizzledRows<kRowBytes>;
   using Columns = ColumnGroups<Rows, Config::kColumnWarps>;
 
@@ -73,7 +76,15 @@ struct BackwardShape : tiles::AttentionBwd<Gradient, Shape, sizeof(T), kHeadDim_
   static constexpr int kBiasRowsOffset = kColumnRangesOffset + kRanges * static_cast<int>(sizeof(ColumnRange));
   static constexpr int kBiasRows = kHasBias ? kQueryRows : 0;
   static constexpr int kSegmentOffset = kBiasRowsOffset + kBiasRows * static_cast<int>(sizeof(BiasRowIndex));
-  static constexpr int kNeededBytes = kSegmentOffset + static_cast<int>(sizeof(SequenceSegment));
+
+  /// Where the bias is staged, for elements of T; wider ones take more.
+  static constexpr int kBiasOffset = (kSegmentOffset + static_cast<int>(sizeof(SequenceSegment)) + 15) / 16 * 16;
+  static constexpr int kBiasKeys = kHoldsKeys ? kHeld : Config::kBlock;
+  static constexpr int kBiasBytes = Config::kStagesBias ? Config::kStages * (kHoldsKeys ? Config::kBlock : kHeld) *
+                                                              (kBiasKeys * static_cast<int>(sizeof(T)) + 16)
+                                                        : 0;
+  static constexpr int kNeededBytes =
+      kBiasBytes > 0 ? kBiasOffset + kBiasBytes : kSegmentOffset + static_cast<int>(sizeof(SequenceSegment));
 
   static_assert(Config::kBlock % Config::kChunk == 0 && Config::kChunk % 16 == 0);
   static_assert(Config::kSharedBytes == kNeededBytes,

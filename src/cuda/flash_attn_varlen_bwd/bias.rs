@@ -1,4 +1,7 @@
-//! The gradient of a bias, which a separate kernel computes, and the parameter of the kernels that know of the bias.
+//! The gradient of a bias, and the parameter of the kernels that know of the bias.
+//!
+//! Where each pair of a row and a key has a bias of its own, `attention_bwd_dq` stores what it computes anyway. Where sequences
+//! or heads share a bias, and after a soft cap, whose derivative is not in this gradient, a separate kernel sums it.
 
 use super::{Launch, Parameter};
 use crate::cuda::attention::params::check_dense;
@@ -10,11 +13,13 @@ use crate::cuda::params::bias::{
 };
 use crate::cuda::variants;
 use crate::error::{Error, Result};
-use crate::problem::attention::Bias;
+use crate::problem::attention::{Attention, Bias};
 use crate::problem::flash_attn_varlen_bwd::FlashAttnVarlenBwd;
+use crate::tensor::DType;
 use std::ptr::null_mut;
 
 const KERNEL: &str = "attention_bwd_dbias";
+const CLEAR_KERNEL: &str = "attention_bwd_dbias_clear";
 const MAX_TILES_PER_CTA: usize = 16;
 
 /// The parameter of a call with this bias.
@@ -34,9 +39,16 @@ pub(super) fn params(
         dbias: problem.dbias.map_or(null_mut(), |dbias| dbias.data.cast()),
         seqs: bias.seqs as i32,
         heads: bias.heads as i32,
-        widens_dbias: i32::from(problem.dbias.is_some_and(|dbias| dbias.dtype.size() > q_bytes)),
+        dbias_is_f32: i32::from(problem.dbias.is_some_and(|dbias| dbias.dtype == DType::F32)),
+        dq_stores_dbias: i32::from(problem.dbias.is_some() && dq_stores_it(&problem.forward, bias)),
         tiles_per_cta: tiles_per_cta(bias, device) as i32,
+        reserved: 0,
     })
+}
+
+/// Whether dS of the kernel for dQ is the gradient of the bias.
+fn dq_stores_it(forward: &Attention, bias: &Bias) -> bool {
+    (bias.seqs, bias.heads) == (forward.max_seqs, forward.num_q_heads) && forward.score.softcap == 0.0
 }
 
 /// Sequences and heads of a bias times the blocks of rows of each, and its tiles of keys.
@@ -52,20 +64,64 @@ fn tiles_per_cta(bias: &Bias, device: &Device) -> usize {
     (blocks.saturating_mul(tiles) / (8 * device.sms as usize).max(1)).clamp(1, MAX_TILES_PER_CTA)
 }
 
-/// The launch that computes dbias, after the one that stores delta; `None` if the call does not ask for it.
-pub(super) fn launch<'p>(
+/// The bias whose gradient the call asks for, and whether the kernel for dQ stores it.
+fn wanted<'p>(problem: &'p FlashAttnVarlenBwd<'_>) -> Option<(&'p Bias, bool)> {
+    let bias = problem.forward.score.bias.as_ref().filter(|_| problem.dbias.is_some())?;
+    Some((bias, dq_stores_it(&problem.forward, bias)))
+}
+
+/// The launch before the one that computes dQ and dbias.
+pub(super) fn clearing<'p>(problem: &FlashAttnVarlenBwd, parameter: Parameter<'p>) -> Result<Option<Launch<'p>>> {
+    let Some((bias, true)) = wanted(problem) else { return Ok(None) };
+    launch(CLEAR_KERNEL, variants::find(CLEAR_KERNEL, &[])?, blocks_and_tiles(bias).0, 0, parameter)
+}
+
+/// The launch that computes dbias, after the one that stores delta.
+pub(super) fn summing<'p>(
     problem: &FlashAttnVarlenBwd,
     device: &Device,
     parameter: Parameter<'p>,
 ) -> Result<Option<Launch<'p>>> {
-    let (Some(bias), true) = (&problem.forward.score.bias, problem.dbias.is_some()) else { return Ok(None) };
+    let Some((bias, false)) = wanted(problem) else { return Ok(None) };
     let variant = variants::find(KERNEL, &[variants::dtype_value(problem.forward.q.dtype)])?;
     let (blocks, tiles) = blocks_and_tiles(bias);
     let ctas = blocks.saturating_mul(tiles.div_ceil(tiles_per_cta(bias, device)));
+    launch(KERNEL, variant, ctas, DBIAS_SHARED_BYTES as u32, parameter)
+}
+
+/// A launch of a kernel of this file; `None` without CTAs.
+fn launch<'p>(
+    kernel: &'static str,
+    variant: usize,
+    ctas: usize,
+    shared_memory: u32,
+    parameter: Parameter<'p>,
+) -> Result<Option<Launch<'p>>> {
     if ctas > i32::MAX as usize {
         return Err(Error::unimplemented(format!("dbias takes {ctas} blocks; a grid has up to 2^31 - 1")));
     }
-    let (threads, shared_memory) = (DBIAS_THREADS as u32, DBIAS_SHARED_BYTES as u32);
-    let config = LaunchConfig { grid: [ctas as u32, 1, 1], threads, shared_memory };
-    Ok((ctas > 0).then(|| Launch::new(KERNEL, variant, config, parameter)))
+    let config = LaunchConfig { grid: [ctas as u32, 1, 1], threads: DBIAS_THREADS as u32, shared_memory };
+    Ok((ctas > 0).then(|| Launch::new(kernel, variant, config, parameter)))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::cuda::attention::tests::problem;
+    use crate::problem::attention::Score;
+
+    #[test]
+    fn the_kernel_for_dq_stores_the_gradient_of_a_bias_that_nothing_shares_and_that_no_soft_cap_precedes() {
+        let plain = problem(64, 4, 8, 64);
+        let own =
+            Bias { data: std::ptr::null(), dtype: DType::BF16, seqs: 4, heads: plain.num_q_heads, rows: 9, keys: 9 };
+        let stored = |bias: Bias, softcap| {
+            let score = Score { softcap, ..plain.score };
+            dq_stores_it(&Attention { score, ..plain }, &bias)
+        };
+        assert!(stored(own, 0.0));
+        assert!(!stored(own, 1.0));
+        assert!(!stored(Bias { seqs: 1, ..own }, 0.0));
+        assert!(!stored(Bias { heads: 1, ..own }, 0.0));
+    }
 }

@@ -17,7 +17,7 @@ use crate::tensor::Tensor;
 use std::ptr::null_mut;
 use std::rc::Rc;
 
-/// The shapes of tiles that serve only calls that no other shape serves.
+/// How the shapes of tiles begin that serve only calls that no other shape serves.
 const OWN_SHAPES: [&str; 2] = ["key_ranges", "bias"];
 
 /// The shape of the tiles for a call with bounds of rows or with a bias.
@@ -52,6 +52,13 @@ impl AttentionBwdTile {
     fn threads(&self) -> u32 {
         32 * self.row_warps * self.column_warps
     }
+
+    /// Shared memory of a launch: what `shared_bytes` has for a staged bias is for elements of q's type.
+    fn bytes_for(&self, forward: &Attention) -> u32 {
+        let Some(bias) = forward.score.bias.as_ref().filter(|_| self.stages_bias) else { return self.shared_bytes };
+        let pairs = self.stages * self.held() as u32 * self.block;
+        self.shared_bytes + pairs * (bias.dtype.size() as u32 - self.bytes)
+    }
 }
 
 /// The variant of `kernel` for a call and its tile: among those of the smallest sufficient head dimension the first one of
@@ -65,12 +72,14 @@ fn variant(
     let (dtype, dim) = (forward.q.dtype, forward.head_dim.max(forward.value_dim));
     let tiles = ATTENTION_BWD.iter().filter(|t| t.gradient == gradient && t.bytes as usize == dtype.size());
     let own = own_shape(forward);
-    let tiles = tiles.filter(|t| own == OWN_SHAPES.into_iter().find(|shape| t.shape == *shape));
-    let bucket = tiles.clone().map(|t| t.head_dim).filter(|bucket| *bucket as usize >= dim).min();
-    let needed = tiles.clone().filter(|t| Some(t.head_dim) == bucket).map(|t| t.shared_bytes).min().unwrap_or(0);
+    let tiles = tiles.filter(|t| own == OWN_SHAPES.into_iter().find(|shape| t.shape.starts_with(shape)));
+    let tiles = tiles.filter(|t| t.head_dim as usize >= dim);
+    let needed = tiles.clone().map(|t| t.bytes_for(forward)).min().unwrap_or(0);
+    let tiles = tiles.filter(|t| t.bytes_for(forward) <= device.shared_memory);
+    let bucket = tiles.clone().map(|t| t.head_dim).min();
     let transforms: &[&str] = if transforms_logits(forward) { &["softcap_alibi"] } else { &["none", "softcap_alibi"] };
     tiles
-        .filter(|t| Some(t.head_dim) == bucket && t.shared_bytes <= device.shared_memory)
+        .filter(|t| Some(t.head_dim) == bucket)
         .flat_map(|t| transforms.iter().map(move |logits| (t, *logits)))
         .find_map(|(t, logits)| {
             let values = [variants::dtype_value(dtype), t.head_dim_value, t.shape, logits];
@@ -101,7 +110,8 @@ fn gradient_launch<'p>(
     if ctas > i32::MAX as u64 {
         return Err(Error::unimplemented(format!("{gradient} takes {ctas} blocks; a grid has up to 2^31 - 1")));
     }
-    let config = LaunchConfig { grid: [ctas as u32, 1, 1], threads: tile.threads(), shared_memory: tile.shared_bytes };
+    let shared_memory = tile.bytes_for(forward);
+    let config = LaunchConfig { grid: [ctas as u32, 1, 1], threads: tile.threads(), shared_memory };
     Ok((ctas > 0).then(|| Launch::new(kernel, variant, config, parameter)))
 }
 
@@ -126,9 +136,10 @@ pub(super) fn launches<'p>(problem: &'p FlashAttnVarlenBwd, device: Device) -> R
     };
     let packed_rows = forward.num_rows * (forward.num_q_heads / forward.num_kv_heads);
     let launches = [
+        bias::clearing(problem, parameter.clone())?,
         gradient_launch(problem, &device, "dq", packed_rows, parameter.clone())?,
         gradient_launch(problem, &device, "dkdv", problem.num_keys, parameter.clone())?,
-        bias::launch(problem, &device, parameter.clone())?,
+        bias::summing(problem, &device, parameter.clone())?,
         sinks(problem, parameter)?,
     ];
     Ok(Some(launches.into_iter().flatten().collect()))

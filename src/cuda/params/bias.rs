@@ -44,8 +44,10 @@ pub struct BiasBackwardParams {
     /// Sequences and heads of the bias: 1 where they share it.
     pub seqs: i32,
     pub heads: i32,
-    /// Whether dbias is f32 and q is not.
-    pub widens_dbias: i32,
+    pub dbias_is_f32: i32,
+    /// Whether `attention_bwd_dq_*_bias` stores dbias. Then each pair of a row and a key has a bias of its own.
+    pub dq_stores_dbias: i32,
     /// Adjacent tiles of keys that a CTA of `attention_bwd_dbias` computes one after the other.
     pub tiles_per_cta: i32,
+    pub reserved: i32,
 }

@@ -1,0 +1,59 @@
+// Stores of the gradient of a bias.
+#pragma once
+
+#include <cstdint>
+
+#include "bwd/ptx_extra.cuh"
+#include "chunk.cuh"
+#include "element.cuh"
+#include "params/bias.cuh"
+#include "score_bias.cuh"
+
+namespace xa {
+
+/// Calls `function(E{})` with the element type of the gradient: f32, or T.
+template <typename T, typename Function>
+__device__ __forceinline__ void with_dbias_type(const BiasBackwardParams& params, const Function& function) {
+  if constexpr (Element<T>::kIs16Bit) {
+    if (params.dbias_is_f32 != 0) return function(float{});
+  }
+  function(T{});
+}
+
+/// Stores the gradients of keys `key`, an even number, and `key + 1` of the row at `row`, if they exist.
+template <typename E>
+__device__ __forceinline__ void store_dbias_pair(E* row, int32_t key, int32_t keys, float2 pair) {
+  if (keys % 2 == 0) {
+    if (key < keys) store_columns(row + key, pair);
+  } else {
+    if (key < keys) row[key] = rounded<E>(pair.x);
+    if (key + 1 < keys) row[key + 1] = rounded<E>(pair.y);
+  }
+}
+
+/// Stores dS of a warp's query rows as the gradient of a bias that is each pair's own. `rows` are their indices in the
+/// bias, and `first_key` is the first column's key, an even number.
+template <typename T, int kTiles, int kBlocks>
+__device__ __forceinline__ void store_dbias(const BiasBackwardParams& params, const BiasRowIndex* rows,
+                                            int32_t first_key, const float (&ds)[kTiles][kBlocks][4]) {
+  with_dbias_type<T>(params, [&](auto type) {
+    using E = decltype(type);
+    const int32_t lane = ptx::thread() % 32, keys = params.bias.keys;
+#pragma unroll
+    for (int tile = 0; tile < kTiles; ++tile) {
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        const BiasRowIndex row = rows[16 * tile + 8 * half + lane / 4];
+        if (row == kNoBiasRow) continue;
+        E* const to = static_cast<E*>(params.dbias) + static_cast<int64_t>(row) * static_cast<uint32_t>(keys);
+#pragma unroll
+        for (int block = 0; block < kBlocks; ++block) {
+          const float (&x)[4] = ds[tile][block];
+          store_dbias_pair(to, first_key + 8 * block + lane % 4 * 2, keys, make_float2(x[2 * half], x[2 * half + 1]));
+        }
+      }
+    }
+  });
+}
+
+}  // namespace xa
