@@ -2,7 +2,7 @@
 //! against the reference on every device. Keys that no row attends to hold NaN.
 
 use crate::support::{
-    ALIBI, AttentionCase, BF16, BatchSpec, Dtypes, F8E4M3FN, F16, F32, GradientCase, GradientOptions, KeyBounds,
+    ALIBI, Alibi, AttentionCase, BF16, BatchSpec, Dtypes, F8E4M3FN, F16, F32, GradientCase, GradientOptions, KeyBounds,
     KvLayout, Mask, MemoryLayout, assert_named_matches_reference,
 };
 
@@ -45,6 +45,25 @@ fn ranges_over_several_blocks_agree_with_the_reference() {
             _ => MemoryLayout::paged(KvLayout::PAGED[seed / 3 % 4], 7),
         };
         let layout = MemoryLayout { rows_around: (3, 5), seqused_q: seed % 4 == 2, seed: seed as u64, ..layout };
+        assert_named_matches_reference(&format!("{seed}: {spec:?}"), &mut AttentionCase::flash(&spec.batch(), &layout));
+    }
+}
+
+/// Calls that Hopper's kernel takes: packed keys in 16 bits, without a logits transform.
+#[test]
+fn ranges_of_long_packed_sequences_agree_with_the_reference() {
+    for seed in 0..12 {
+        let spec = BatchSpec {
+            dtypes: [BF16, F16][seed / 3 % 2].into(),
+            lengths: vec![(300, 500), (3, 40), (190, 190), (40, 1500)],
+            softcap: 0.0,
+            alibi: Alibi::Off,
+            key_bounds: KeyBounds::ALL[1 + seed / 2 % 3],
+            batch_invariant: seed % 5 == 3,
+            ..spec(seed)
+        };
+        let layout = MemoryLayout { rows_around: (3, 5), seqused_q: seed % 4 == 2, ..MemoryLayout::contiguous() };
+        let layout = MemoryLayout { workspace: [Some(9_000_001), None][seed / 4 % 2], ..layout };
         assert_named_matches_reference(&format!("{seed}: {spec:?}"), &mut AttentionCase::flash(&spec.batch(), &layout));
     }
 }

@@ -213,10 +213,11 @@ __device__ __forceinline__ void compute_tiles(const HopperPrefillParams& prefill
       }
       __syncwarp();
     }
-    // While the products run, and held there: this softmax has nothing to overlap with. With a transform it would
-    // spill.
+    // While the products run, and held there: this softmax has nothing to overlap with. With a transform or with bounds
+    // of the rows' keys it would spill.
+    constexpr bool kMasksEarly = !kTransforms && !Shape::kHasKeyRanges;
     [[maybe_unused]] VisibleColumns columns = {};
-    if constexpr (!kTransforms) {
+    if constexpr (kMasksEarly) {
       columns = visible_columns<kKeys / 8>(prefill, tile, warp_row, block * kKeys);
       for (uint32_t& bits : columns.bits) bits = xa::ptx::opaque(bits);
     }
@@ -224,7 +225,7 @@ __device__ __forceinline__ void compute_tiles(const HopperPrefillParams& prefill
     if (is_lane_0) pipeline.release_keys(now);
     if (block == first) release(pipeline.query_empty(tile_count));
     const bool masked = block < common_begin || block >= common_end;
-    if constexpr (!kTransforms) {
+    if constexpr (kMasksEarly) {
       if (masked) mask_scores(scores, columns);
       state.update(scores, unit);
     } else if (masked) {
@@ -235,9 +236,9 @@ __device__ __forceinline__ void compute_tiles(const HopperPrefillParams& prefill
     if constexpr (kRoundsPerBlock) state.template round_max_weights<T>(scores);
     pack_weights();
     if constexpr (!Shape::kHasLeanLoop) clear_partial_values();
-    --block;
+    block = block_before(tile, block);
     if constexpr (!kHasOneStep && (!kTransforms || Shape::kValueDim % 128 == 0)) {
-      for_each_block(block, first, common_begin, common_end, step);
+      for_each_block(tile, block, first, common_begin, common_end, step);
     } else {
       // With a transform, three copies of the step spill registers at D 96 and 192. At D 64 and 192 one copy is as
       // fast; at D 128 and 256, where nothing spills, it is up to 4 % slower.

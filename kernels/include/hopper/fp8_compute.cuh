@@ -223,7 +223,7 @@ __device__ __forceinline__ void compute_fp8_tiles(const HopperPrefillParams& pre
       softmax_block(false, weights);
     }
     --block;
-    for_each_block(block, first, common_begin, common_end, step);
+    for_each_block(tile, block, first, common_begin, common_end, step);
     const KvState last(block_count);
     pipeline.values_full(last).wait();
     issue_pv(last);

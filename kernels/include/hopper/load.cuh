@@ -5,6 +5,7 @@
 #include <cstdint>
 #include <type_traits>
 
+#include "hopper/key_range_tile.cuh"
 #include "hopper/pipeline.cuh"
 #include "hopper/shape.cuh"
 #include "hopper/swizzle_atom.cuh"
@@ -26,6 +27,7 @@ class TmaLoader {
   /// Memory of keys that no query of the sequence attends to may hold NaN, and 0 * NaN is NaN, so the V warp clears
   /// their rows.
   static constexpr bool kClears = !kOfKeys && Shape::kHasLeanLoop;
+  using Tile = typename Shape::Tile;
 
  public:
   __device__ __forceinline__ TmaLoader(const HopperPrefillParams& params, const Pipeline<Shape>& pipeline)
@@ -37,7 +39,7 @@ class TmaLoader {
         column_boxes_(params.clips_columns != 0 ? Block::kAtomColumns : 1) {}
 
   /// Starts a tile whose first block to load is `block`.
-  __device__ __forceinline__ void begin(const PrefillTile& tile, int32_t block) {
+  __device__ __forceinline__ void begin(const Tile& tile, int32_t block) {
     head_ = divide(tile.work.kv_head, params_.packs_per_kv_head);
     reads_once_ = Shape::kSplitsKeys && tile.work.tile.len_q <= params_.attention.tile_queries.divisor;
     tile_ = &tile;
@@ -57,7 +59,8 @@ class TmaLoader {
     const Box box = next_box_;
     next_box_ = find_box(block - 1);
     const int32_t first_key = block * Shape::kKeys;
-    const bool clears = kClears && (first_key < tile_->visible_begin || first_key + Shape::kKeys > tile_->visible_end);
+    bool clears = kClears && (first_key < tile_->visible_begin || first_key + Shape::kKeys > tile_->visible_end);
+    if constexpr (kClears && Shape::kHasKeyRanges) clears |= tile_->has_gaps != 0;
     Barrier full = kOfKeys ? pipeline_.keys_full(state) : pipeline_.loaded_values_full(state);
     if (clears) full = pipeline_.partial_values_full(partial_blocks_);
     const uint32_t to = kOfKeys ? pipeline_.keys(state.stage) : pipeline_.loaded_values(state.stage);
@@ -96,6 +99,7 @@ class TmaLoader {
     };
     clear_rows(0, tile_->visible_begin - first_key);
     clear_rows(tile_->visible_end - first_key, Shape::kKeys);
+    if constexpr (Shape::kHasKeyRanges) clear_gaps<Shape, Block>(params_, *tile_, to, first_key);
     ptx::fence_proxy_async_shared();
     __syncwarp();
     if (lane_ == 0) pipeline_.values_full(state).arrive();
@@ -176,7 +180,7 @@ class TmaLoader {
   int32_t partial_blocks_ = 0;  // blocks of which rows have been cleared
   int32_t head_;
   int32_t start_;
-  const PrefillTile* tile_;
+  const Tile* tile_;
   int32_t head_atom_column_;
   const int32_t* table_;
   bool reads_once_;  // hopper_split_kv: the sequence has one tile, so no other CTA reads its keys
@@ -378,10 +382,14 @@ __device__ __forceinline__ void load_blocks_with(Loader loader, const HopperPref
   for (int32_t count = 0, tile_count = 0; has_tile; ++count) {
     const PipelineState<2> tile_state(count);
     pipeline.tile_full(tile_state).wait();
-    const PrefillTile& tile = pipeline.tile(tile_state);
+    const typename Shape::Tile& tile = pipeline.tile(tile_state);
     int32_t block = tile.end_block - 1;
     if (tile.work.tile.num_rows > Shape::kNoRows && block >= tile.first_block) {
-      const int32_t wanted_at = min(tile.first_block + kBlocksToGo, block);
+      int32_t wanted_at = min(tile.first_block + kBlocksToGo, block);
+      if constexpr (Shape::kHasKeyRanges) {
+        // That block may be passed over.
+        if (tile.has_gaps != 0) wanted_at = block;
+      }
       loader.begin(tile, block);
       if (kWaits && block_count == 0 && kOperand == Operand::values) pipeline.first_keys_loaded().wait();
       // The stages of the tile's first blocks of V have O of the tile before.
@@ -389,7 +397,7 @@ __device__ __forceinline__ void load_blocks_with(Loader loader, const HopperPref
           kOperand == Operand::values && stages_output_in_values<Shape>(params) && tile_count > 0;
       if (waits_for_output) pipeline.output_left(0, tile_count - 1).wait();
 #pragma unroll 1
-      for (; block >= tile.first_block; --block) {
+      for (; block >= tile.first_block; block = block_before(tile, block)) {
         if (kOperand == Operand::keys && block == wanted_at && threadIdx.x % 32 == 0) {
           pipeline.tile_wanted(count).arrive();
         }

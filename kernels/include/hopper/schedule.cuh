@@ -12,6 +12,7 @@
 #include <cstdint>
 
 #include "division.cuh"
+#include "hopper/key_range_tile.cuh"
 #include "hopper/pipeline.cuh"
 #include "hopper/ptx.cuh"
 #include "hopper/shape.cuh"
@@ -318,6 +319,9 @@ __device__ __forceinline__ void schedule_tiles(const HopperPrefillParams& params
     typename Shape::Tile& tile = pipeline.tile(state);
     scheduler.locate(index, tile);
     __syncwarp();
+    if constexpr (Shape::kHasKeyRanges) {
+      if (tile.work.tile.num_rows > kNoRows) narrow_to_key_ranges<Shape>(params, tile);
+    }
     rows = tile.work.tile.num_rows;
     if constexpr (Shape::kHasWarpgroupBlocks) {
       set_warpgroup_blocks<Shape>(params, tile);

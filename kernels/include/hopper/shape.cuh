@@ -15,6 +15,7 @@
 #include "hopper/swizzle_atom.cuh"
 #include "logits_transform.cuh"
 #include "params/hopper_prefill.cuh"
+#include "params/key_ranges.cuh"
 #include "tiles/hopper_prefill.cuh"
 #include "work_range.cuh"
 #include "work_tile.cuh"
@@ -48,6 +49,26 @@ struct SplitKvTile : PrefillTile {
   int32_t partial_row;  // in the workspace, for the tile's first row; -1: the rows go to out and lse
 };
 
+/// A work tile whose query rows have bounds of their keys besides the masks. [visible_begin, visible_end) are the keys
+/// from the first to the last that some row of the tile attends to.
+struct KeyRangeTile : PrefillTile {
+  KeyRangeSource ranges;  // of all query rows; set once, before the first tile
+  int32_t num_queries;
+  int32_t has_gaps;  // whether there may be keys among them that no row of the tile attends to
+  static constexpr int32_t kMarkedBlocks = 1024;
+  uint32_t attended[kMarkedBlocks / 32];  // with gaps: a bit per block from first_block on, set if a row attends to it
+};
+
+/// Whether a row of tiles::HopperPrefill is for query rows with bounds of their keys.
+template <typename Config>
+constexpr bool kIsForKeyRanges = false;
+template <int kBytes, typename Logits>
+constexpr bool kIsForKeyRanges<tiles::HopperPrefill<kBytes, tiles::head_dim_64_key_ranges, Logits>> = true;
+template <int kBytes, typename Logits>
+constexpr bool kIsForKeyRanges<tiles::HopperPrefill<kBytes, tiles::head_dim_128_key_ranges, Logits>> = true;
+template <int kBytes, typename Logits>
+constexpr bool kIsForKeyRanges<tiles::HopperPrefill<kBytes, tiles::head_dim_256_key_ranges, Logits>> = true;
+
 /// Whether a row of tiles::HopperPrefill is for a logits transform.
 template <typename Config>
 constexpr bool kTransformsLogits = true;
@@ -77,8 +98,11 @@ struct PrefillShape : Config {
   /// Whether a warpgroup passes over the blocks of a tile that no row of its own attends to. It is then up to a block
   /// ahead of the others, which delays the loads of all unless there is a third stage.
   static constexpr bool kHasWarpgroupBlocks = !Config::kSplitsKeys && Config::kWarpgroups > 1 && Config::kStages > 2;
-  using Tile = std::conditional_t<Config::kSplitsKeys, SplitKvTile,
-                                  std::conditional_t<kHasWarpgroupBlocks, WarpgroupTile, PrefillTile>>;
+  static constexpr bool kHasKeyRanges = kIsForKeyRanges<Config>;
+  using Tile =
+      std::conditional_t<Config::kSplitsKeys, SplitKvTile,
+                         std::conditional_t<kHasKeyRanges, KeyRangeTile,
+                                            std::conditional_t<kHasWarpgroupBlocks, WarpgroupTile, PrefillTile>>>;
   /// Warpgroups with the same rows, and the columns of O of each.
   static constexpr int kColumnWarpgroups = kValueDim > 256 ? 2 : 1, kOutputColumns = kValueDim / kColumnWarpgroups;
   static constexpr int kRows = 64 * Config::kWarpgroups / kColumnWarpgroups;
@@ -157,6 +181,7 @@ struct PrefillShape : Config {
                     65536 / Config::kCtasPerSm / kThreads / 8 * 8 * kThreads,
                 "setmaxnreg redistributes the registers that the CTA was launched with");
   static_assert(Config::kKeys % 16 == 0 && kHeadDim % 32 == 0 && kValueDim % 32 == 0);
+  static_assert(!kHasKeyRanges || (kHasLeanLoop && kStorage == Storage::contiguous && !kHasWarpgroupBlocks));
   static_assert(kColumnWarpgroups == 1 || Config::kWarpgroups == kColumnWarpgroups);
 };
 

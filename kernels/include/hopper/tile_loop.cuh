@@ -5,6 +5,7 @@
 #include <type_traits>
 
 #include "hopper/epilogue.cuh"
+#include "hopper/key_range_tile.cuh"
 #include "hopper/pipeline.cuh"
 #include "hopper/ptx.cuh"
 #include "hopper/shape.cuh"
@@ -119,17 +120,17 @@ __device__ __forceinline__ bool enter_own_blocks(const Pipeline<Shape>& pipeline
   return true;
 }
 
-/// Calls `step(masked)` for `block` and the blocks before it down to `first`. Blocks in [common_begin, common_end) need
-/// no mask.
-template <typename Step>
-__device__ __forceinline__ void for_each_block(int32_t& block, int32_t first, int32_t common_begin, int32_t common_end,
-                                               const Step& step) {
+/// Calls `step(masked)` for `block` and the blocks of the tile before it down to `first`. Blocks in [common_begin,
+/// common_end) need no mask, and none of them is passed over.
+template <typename Tile, typename Step>
+__device__ __forceinline__ void for_each_block(const Tile& tile, int32_t& block, int32_t first, int32_t common_begin,
+                                               int32_t common_end, const Step& step) {
 #pragma unroll 1
-  for (; block >= max(first, common_end); --block) step(true);
+  for (; block >= max(first, common_end); block = block_before(tile, block)) step(true);
 #pragma unroll 1
   for (; block >= max(first, common_begin); --block) step(false);
 #pragma unroll 1
-  for (; block >= first; --block) step(true);
+  for (; block >= first; block = block_before(tile, block)) step(true);
 }
 
 }  // namespace xa::hopper

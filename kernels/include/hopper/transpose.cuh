@@ -116,7 +116,7 @@ __device__ __forceinline__ void transpose_blocks(const HopperPrefillParams& para
   for (int32_t count = 0; rows > 0; ++count) {
     const PipelineState<2> tile_state(count);
     pipeline.tile_full(tile_state).wait();
-    const PrefillTile& tile = pipeline.tile(tile_state);
+    const typename Shape::Tile& tile = pipeline.tile(tile_state);
     rows = tile.work.tile.num_rows;
     const int32_t first = tile.first_block;
     int32_t block = tile.end_block - 1;

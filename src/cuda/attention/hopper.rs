@@ -12,7 +12,8 @@ use crate::cuda::enqueue::{LaunchAttributes, LaunchConfig};
 use crate::cuda::kernel_launch::NEXT_TILE_BYTES;
 use crate::cuda::params::attention::AttentionParams;
 use crate::cuda::params::divisor::IndexDivisor;
-use crate::cuda::params::hopper_prefill::HopperPrefillParams;
+use crate::cuda::params::hopper_prefill::{HopperKeyRangeParams, HopperPrefillParams};
+use crate::cuda::params::key_ranges::KeyRangeSource;
 use crate::cuda::tensor_map::{Axis, L2Promotion, TensorMap, supports_tma};
 use crate::cuda::tiles::{HOPPER_PREFILL, HopperPrefillTile};
 use crate::cuda::variants;
@@ -25,6 +26,7 @@ use std::ptr::null_mut;
 const KERNEL: &str = "hopper_prefill";
 const FP8_KERNEL: &str = "hopper_prefill_fp8";
 const F32_KERNEL: &str = "hopper_prefill_f32";
+const KEY_RANGES_KERNEL: &str = "hopper_key_ranges";
 
 /// 16-bit elements of a 16-byte chunk, which a lane copies at a time.
 const CHUNK: i64 = 8;
@@ -162,16 +164,16 @@ impl HopperPrefill {
     }
 
     /// The launch for sequences of at most `tiles` tiles per KV head, with the portable kernel's parameter for them.
-    fn launch<'c>(&self, call: &Call<'c>, tiles: i64, attention: &AttentionParams) -> Result<Launch<'c>> {
+    pub(super) fn launch<'c>(&self, call: &Call<'c>, tiles: i64, attention: &AttentionParams) -> Result<Launch<'c>> {
         let Call { problem, device, .. } = call;
         let next_tile = self.next_tile(problem, tiles, device);
-        let kernel = match self.tile.bytes {
-            1 => FP8_KERNEL,
-            4 => F32_KERNEL,
-            _ => KERNEL,
+        let of = PrefillParameter { prefill: *self, problem, attention: *attention, next_tile };
+        let (kernel, parameter) = match self.tile.bytes {
+            1 => (FP8_KERNEL, Parameter::Prefill(of)),
+            4 => (F32_KERNEL, Parameter::Prefill(of)),
+            _ if self.tile.is_for_key_ranges() => (KEY_RANGES_KERNEL, Parameter::PrefillKeyRanges(of)),
+            _ => (KERNEL, Parameter::Prefill(of)),
         };
-        let parameter =
-            Parameter::Prefill(PrefillParameter { prefill: *self, problem, attention: *attention, next_tile });
         let launch = Launch::new(kernel, self.variant(kernel, problem)?, self.shape(problem, tiles, device), parameter);
         let attributes = LaunchAttributes { cluster: self.tile.ctas_per_cluster(), starts_early: !next_tile.is_null() };
         Ok(Launch { attributes, next_tile, ..launch })
@@ -187,6 +189,9 @@ impl HopperPrefill {
         match self.tile.bytes {
             1 => variants::find(kernel, &[head_dim, storage, logits]),
             4 => variants::find(kernel, &[head_dim, logits]),
+            _ if self.tile.is_for_key_ranges() => {
+                variants::find(kernel, &[variants::dtype_value(problem.q.dtype), head_dim])
+            }
             _ => variants::find(kernel, &[variants::dtype_value(problem.q.dtype), head_dim, storage, logits]),
         }
     }
@@ -375,6 +380,11 @@ impl PrefillParameter<'_> {
             && supports_tma(problem.out.dtype, problem.out.data, &out_axes);
         let q = rows(&problem.q, &prefill.query_axes(problem))?;
         self.params_with(q, stores_by_tma.then(|| rows(&problem.out, &out_axes)).transpose()?)
+    }
+
+    pub(super) fn key_range_params(&self) -> Result<HopperKeyRangeParams> {
+        let ranges = KeyRangeSource::new(&self.problem.queries.key_ranges);
+        Ok(HopperKeyRangeParams { prefill: self.params()?, ranges })
     }
 
     /// The parameter with these tensor maps of q and out. Without the latter O is stored row by row.

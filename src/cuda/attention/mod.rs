@@ -147,6 +147,7 @@ enum Parameter<'c> {
     RowMasks(Box<RowMaskParams>),
     TokenScales(Box<TokenScaleParams>),
     Prefill(PrefillParameter<'c>),
+    PrefillKeyRanges(PrefillParameter<'c>),
     Fused(Box<FusedParameter<'c>>),
     Latent(LatentParameter<'c>),
 }
@@ -160,6 +161,7 @@ impl kernel_launch::Parameter for Parameter<'_> {
             Self::RowMasks(params) => params.pass(enqueue),
             Self::TokenScales(params) => params.pass(enqueue),
             Self::Prefill(of) => of.params()?.pass(enqueue),
+            Self::PrefillKeyRanges(of) => of.key_range_params()?.pass(enqueue),
             Self::Fused(of) => of.params()?.pass(enqueue),
             Self::Latent(of) => of.params()?.pass(enqueue),
         }
@@ -347,7 +349,9 @@ pub(super) mod tests {
             Parameter::KeyRanges(params) => (params.attention.min_queries, params.attention.max_queries),
             Parameter::RowMasks(params) => (params.attention.min_queries, params.attention.max_queries),
             Parameter::TokenScales(params) => (params.attention.min_queries, params.attention.max_queries),
-            Parameter::Prefill(PrefillParameter { attention, .. }) => (attention.min_queries, attention.max_queries),
+            Parameter::Prefill(of) | Parameter::PrefillKeyRanges(of) => {
+                (of.attention.min_queries, of.attention.max_queries)
+            }
             Parameter::Latent(of) => (of.attention.min_queries, of.attention.max_queries),
             Parameter::Fused(of) => {
                 let FusedParameter { prefill, decode } = &**of;

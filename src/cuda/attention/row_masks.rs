@@ -1,6 +1,7 @@
 //! Query rows with masks of their own, on every GPU: bounds of their keys (`k_start`, `k_end`), and trees among the newest keys
 //! (`tree_mask`). No other kernel knows of them.
 
+use super::hopper::HopperPrefill;
 use super::split::{KvSplit, WorkUnit};
 use super::tiles::{AttentionTile, converts_fp8};
 use super::{Call, Launch, Launches, Parameter, UNLIMITED, decode, max_tiles};
@@ -99,6 +100,10 @@ fn split_launches<'c>(call: &Call<'c>, max_queries: i64, is_first: bool) -> Resu
 /// The launch for up to `sequences` sequences of at least `min_queries` queries, none of which has a tree.
 fn unsplit_launch<'c>(call: &Call<'c>, min_queries: i64, sequences: i64) -> Result<Launch<'c>> {
     let Call { problem, device, .. } = call;
+    let attention = AttentionParams { clears_padding_rows: 1, ..call.params_for(min_queries, UNLIMITED) };
+    if let Some(prefill) = HopperPrefill::of(problem, device) {
+        return prefill.launch(call, prefill.max_tiles(call, sequences), &attention);
+    }
     let (kernel, variant, tile) = unsplit_kernel(problem, device)?;
     let tiles = max_tiles(call.rows() * call.group(), tile.rows(), sequences).max(1);
     let ctas = tiles.saturating_mul(problem.num_kv_heads as i64);
@@ -106,7 +111,6 @@ fn unsplit_launch<'c>(call: &Call<'c>, min_queries: i64, sequences: i64) -> Resu
         return Err(Error::unimplemented(format!("the call takes up to {ctas} blocks; a grid has up to 2^31 - 1")));
     }
     let config = LaunchConfig { grid: [ctas as u32, 1, 1], threads: tile.threads(), shared_memory: tile.shared_bytes };
-    let attention = AttentionParams { clears_padding_rows: 1, ..call.params_for(min_queries, UNLIMITED) };
     let params = KeyRangeParams { attention, ranges: KeyRangeSource::new(&problem.queries.key_ranges) };
     Ok(Launch::new(kernel, variant, config, Parameter::KeyRanges(Box::new(params))))
 }
@@ -167,9 +171,10 @@ fn not_built(problem: &Attention, kernel: &str, dtype: &str) -> Error {
 #[cfg(test)]
 mod tests {
     use super::super::LaunchPlan;
+    use super::super::hopper::tests::{paged, ragged};
     use super::super::tests::{device, named_on, problem};
     use super::*;
-    use crate::problem::attention::{KeyStorage, Keys, Queries};
+    use crate::problem::attention::{KeyStorage, Keys, Queries, Score};
     use crate::tensor::{DType, Tensor};
 
     const SPLIT: &str = "attention_row_masks_bf16_128";
@@ -190,7 +195,7 @@ mod tests {
     #[test]
     fn launches_cover_every_sequence_length_exactly_once() {
         for capability in [80, 90, 120] {
-            let device = Device { capability, ..device(true) };
+            let device = Device { capability, ..device(false) };
             let named = |problem: &Attention| named_on(problem, &device);
             let all = [(SPLIT, 1, i32::MAX)];
             // Four query heads per KV head, so that a tile has the rows of 16 queries.
@@ -217,6 +222,22 @@ mod tests {
             assert_eq!(named(&with_trees(&problem(40, 1, 8, 96), 40)), [(SPLIT, 1, 40)]);
         }
         assert!(named_on(&problem(64, 64, 8, 96), &device(true)).iter().all(|(name, ..)| !name.contains("_masks")));
+    }
+
+    #[test]
+    fn hopper_computes_long_packed_sequences_in_16_bits() {
+        let named = |problem: &Attention<'static>| named_on(&bounded(problem), &device(true));
+        let (portable, short) = (UNSPLIT, (SPLIT, 1, 10));
+        assert_eq!(named(&ragged()), [("hopper_key_ranges_bf16_128_key_ranges", 11, i32::MAX), short]);
+        let capped = Attention { score: Score { softcap: 2.0, ..ragged().score }, ..ragged() };
+        for other in [capped, paged(16)] {
+            assert_eq!(named(&other), [(portable, 11, i32::MAX), short]);
+        }
+        let wide = Tensor { dtype: DType::F32, ..ragged().q };
+        let wide = Attention { q: wide, kv_dtype: DType::F32, ..ragged() };
+        assert!(named(&wide).iter().all(|(name, ..)| !name.contains("hopper")));
+        // Without bounds no call takes their kernel.
+        assert!(named_on(&ragged(), &device(true)).iter().all(|(name, ..)| !name.contains("key_ranges")));
     }
 
     const ROOM: [i64; 1] = [16_000_000];

@@ -2,6 +2,7 @@
 
 use super::attention::AttentionParams;
 use super::divisor::IndexDivisor;
+use super::key_ranges::KeyRangeSource;
 use super::tensor_map::TensorMap;
 
 /// The parameter of `hopper_prefill`, `hopper_prefill_fp8`, `hopper_split_kv` and `hopper_prefill_f32`, which uses no tensor
@@ -55,6 +56,14 @@ pub struct HopperPrefillParams {
     pub packs_per_kv_head: IndexDivisor,
     /// The page size; 1 if keys are contiguous.
     pub page_divisor: IndexDivisor,
+}
+
+/// The parameter of `hopper_key_ranges`.
+#[derive(Clone, Copy)]
+#[repr(C)]
+pub struct HopperKeyRangeParams {
+    pub prefill: HopperPrefillParams,
+    pub ranges: KeyRangeSource,
 }
 
 /// The parameter of `hopper_fused`.

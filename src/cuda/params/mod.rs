@@ -57,6 +57,7 @@ kernel_params!(
     hopper_bwd::HopperWideBackwardParams,
     hopper_mla::HopperMlaParams,
     hopper_prefill::HopperFusedParams,
+    hopper_prefill::HopperKeyRangeParams,
     hopper_prefill::HopperPrefillParams,
     key_ranges::KeyRangeBackwardParams,
     key_ranges::KeyRangeParams,

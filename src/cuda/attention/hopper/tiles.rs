@@ -66,6 +66,18 @@ impl HopperPrefillTile {
         if self.head_dim.ends_with("_cluster") { 2 } else { 1 }
     }
 
+    /// Whether the tile is for rows with bounds of their keys. Others are for rows without them.
+    pub(super) fn is_for_key_ranges(&self) -> bool {
+        self.head_dim.ends_with("_key_ranges")
+    }
+
+    /// Whether the tile takes the call's bounds of keys, or that it has none.
+    fn takes_key_ranges(&self, problem: &Attention) -> bool {
+        let has_ranges = !problem.queries.key_ranges.is_none();
+        self.is_for_key_ranges() == has_ranges
+            && (!has_ranges || matches!(problem.keys.storage, KeyStorage::Contiguous { .. }))
+    }
+
     fn is_for_clusters(&self) -> bool {
         self.ctas_per_cluster() > 1
     }
@@ -167,6 +179,10 @@ impl HopperPrefillTile {
             "softcap" => score.softcap > 0.0 && score.alibi.is_none(),
             _ => !is_plain,
         };
-        problem.kv_dtype == dtype && self.bytes == bytes && self.has_columns(problem) && transforms
+        problem.kv_dtype == dtype
+            && self.bytes == bytes
+            && self.has_columns(problem)
+            && transforms
+            && self.takes_key_ranges(problem)
     }
 }
