@@ -17,7 +17,6 @@
 #include "prefill_loop.cuh"
 #include "query_rows.cuh"
 #include "tile_shape.cuh"
-#include "token_scale_rows.cuh"
 #include "token_scales.cuh"
 #include "work_tile.cuh"
 

@@ -12,6 +12,7 @@
 #include "row_pairs.cuh"
 #include "softmax.cuh"
 #include "tile_math.cuh"
+#include "whole_rows.cuh"
 #include "work_range.cuh"
 #include "work_tile.cuh"
 
@@ -171,7 +172,8 @@ class DecodeLoop {
   /// Starts to copy the next blocks, which begin at `key`. Past the end of the keys it commits an empty group, so that
   /// the number of pending groups stays the same.
   __device__ __forceinline__ void fetch(int32_t stage, int32_t key) {
-#pragma unroll
+    // Not unrolled for 8-bit rows, whose loader has many instructions: more of the loop fit the instruction cache.
+#pragma unroll(sizeof(Stored) == 1 ? 1 : Shape::kKeys)
     for (int first = 0; first < Shape::kKeys; first += kTokensPerLoad) {
       const TokenSlot slot = slots_.next();
       // In the last block, the loader fills keys past the end with zeros.
@@ -187,7 +189,7 @@ class DecodeLoop {
   uint32_t ring_;
   int32_t first_key_;
   PageTableReader<Shape::kKeys, kStep, (Shape::kRowBytes < 1024), kHasTokenScales<Stored>> slots_;
-  PairLoader<Stored, Shape::kWarpColumns, Shape::kBlockBytes> loader_;
+  DecodeLoader<Stored, Shape::kWarpColumns, Shape::kBlockBytes> loader_;
   Scales scales_;
 };
 

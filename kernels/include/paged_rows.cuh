@@ -2,7 +2,7 @@
 //
 // A warp copies kKeys consecutive tokens of one KV head at a time, 16 bytes per lane: lane i copies chunk i % kChunks
 // of row i / kChunks, so the lanes of one instruction read whole rows. The page table and cache layouts appear only
-// here, in row_pairs.cuh, which builds on this file, and in Hopper's loads (hopper/load.cuh).
+// here, in row_pairs.cuh and whole_rows.cuh, which build on this file, and in Hopper's loads (hopper/load.cuh).
 #pragma once
 
 #include <cstdint>
