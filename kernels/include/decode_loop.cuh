@@ -172,8 +172,9 @@ class DecodeLoop {
   /// Starts to copy the next blocks, which begin at `key`. Past the end of the keys it commits an empty group, so that
   /// the number of pending groups stays the same.
   __device__ __forceinline__ void fetch(int32_t stage, int32_t key) {
-    // Not unrolled for 8-bit rows, whose loader has many instructions: more of the loop fit the instruction cache.
-#pragma unroll(sizeof(Stored) == 1 ? 1 : Shape::kKeys)
+    // Not unrolled for 8-bit rows, whose loader has many instructions: more of the loop over keys fit the instruction
+    // cache. Where rows have scales such a loop spills.
+#pragma unroll(sizeof(Stored) == 1 && !kHasTokenScales<Stored> ? 1 : Shape::kKeys)
     for (int first = 0; first < Shape::kKeys; first += kTokensPerLoad) {
       const TokenSlot slot = slots_.next();
       // In the last block, the loader fills keys past the end with zeros.

@@ -107,7 +107,8 @@ class PairLoader {
         const T* from[kAtOnce];
 #pragma unroll
         for (int i = 0; i < kAtOnce; ++i) from[i] = sides[i].token(page, slot.offset + grid.row);
-#pragma unroll
+        // Of 8 bits only few loads come here (whole_rows.cuh).
+#pragma unroll(sizeof(T) == 1 ? 1 : kTokensPerLoad)
         for (int r = 0; r < kTokensPerLoad; r += Grid::kRowsPerStep) {
           const int32_t row = r + grid.row;
 #pragma unroll

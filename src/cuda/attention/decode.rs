@@ -72,7 +72,7 @@ pub(super) fn with_prefill<'c>(
 fn launches_for<'c>(call: &Call<'c>, tiles: i64, max_queries: i64, are_alone: bool) -> Result<Launches<'c>> {
     let Call { problem, device, decode, .. } = call;
     let shared_memory = decode.decode_shared_memory(problem, device);
-    let resident = device.resident_blocks(shared_memory, decode.ctas_per_sm);
+    let resident = device.resident_blocks(shared_memory, decode.decode_ctas_per_sm(problem, device));
     let split = KvSplit::new(problem, decode, tiles, max_queries, i64::from(resident), 0);
     let warps = split.ranges * i64::from(decode.threads() / 32);
     let new_tokens = call.new_tokens.filter(|_| decode.appends_kv && call.rows() <= ROWS_PER_WARP * warps);

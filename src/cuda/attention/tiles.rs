@@ -1,16 +1,20 @@
 //! The tiles of the portable kernels: which one serves a call, and what follows from it.
 
 use crate::cuda::device::Device;
+use crate::cuda::params::attention::TOKENS_PER_LOAD;
 use crate::cuda::tiles::ATTENTION;
 pub(super) use crate::cuda::tiles::AttentionTile;
 use crate::cuda::variants;
 use crate::error::{Error, Result};
-use crate::problem::attention::Attention;
+use crate::problem::attention::{Attention, KeyStorage};
 use crate::tensor::DType;
 use std::f32::consts::LOG2_E;
 
 /// Head dimensions of the kernels for caches with a scale per token and KV head; those between take the next.
 const TOKEN_SCALE_HEAD_DIMS: [u32; 3] = [64, 128, 256];
+
+/// With more tiles per SM decode takes the third CTA per SM, where the tile table has three.
+const MAX_FEW_TILES_PER_SM: usize = 4;
 
 impl AttentionTile {
     /// The tile of `shape` with the smallest head dimension that is at least D and Dv.
@@ -99,10 +103,24 @@ impl AttentionTile {
         self.bytes_for(problem) + if problem.batch_invariant { self.fixed_splits_bytes() } else { 0 }
     }
 
-    /// Dynamic shared memory of a decode launch: enough that at most `ctas_per_sm` CTAs fit on an SM. Those saturate DRAM;
-    /// with more, the CTAs would be shorter and their last wave, in which SMs run idle, a larger part of the time.
+    /// CTAs per SM of a decode launch: `ctas_per_sm`, but of three only two if there are few tiles. These saturate DRAM too, and
+    /// the ranges are longer. Many tiles are short, so a third CTA hides their starts and ends; and where loads straddle
+    /// pages, it hides the arithmetic of addresses.
+    pub(super) fn decode_ctas_per_sm(&self, problem: &Attention, device: &Device) -> u32 {
+        let tiles = problem.max_seqs.min(problem.num_rows) * problem.num_kv_heads;
+        let fits_pages = match problem.keys.storage {
+            KeyStorage::Contiguous { .. } => true,
+            KeyStorage::Paged(table) => table.page_size.is_multiple_of(TOKENS_PER_LOAD as usize),
+        };
+        let is_few = fits_pages && tiles <= MAX_FEW_TILES_PER_SM * device.sms as usize;
+        if self.ctas_per_sm == 3 && is_few { 2 } else { self.ctas_per_sm }
+    }
+
+    /// Dynamic shared memory of a decode launch: enough that at most `decode_ctas_per_sm` CTAs fit on an SM. Those saturate
+    /// DRAM; with more, the CTAs would be shorter and their last wave, in which SMs run idle, a larger part of the time.
     pub(super) fn decode_shared_memory(&self, problem: &Attention, device: &Device) -> u32 {
-        let min_bytes = device.shared_memory_per_sm / (self.ctas_per_sm + 1) - device.reserved_per_block + 128;
+        let ctas = self.decode_ctas_per_sm(problem, device);
+        let min_bytes = device.shared_memory_per_sm / (ctas + 1) - device.reserved_per_block + 128;
         self.decode_bytes(problem).max(min_bytes)
     }
 
@@ -135,6 +153,7 @@ pub(in crate::cuda) fn transforms_logits(problem: &Attention) -> bool {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::problem::attention::{Keys, PageTable};
     use crate::problem::{KvScaleCache, KvView};
     use crate::tensor::Tensor;
 
@@ -207,6 +226,25 @@ mod tests {
         for dim in [64, 96, 256] {
             assert_eq!(shape(&problem(1, 1, 8, dim), large), "decode");
         }
+    }
+
+    #[test]
+    fn few_tiles_of_8_bit_caches_have_two_ctas_per_sm() {
+        let device = super::super::tests::device(true);
+        let ctas = |seqs, kv_dtype, dim, page_size| {
+            let sizes = super::super::tests::problem(seqs, seqs, 8, dim);
+            let table = PageTable { entries: std::ptr::null(), stride: 0, max_pages: 1, num_pages: 1, page_size };
+            let keys = Keys { storage: KeyStorage::Paged(table), ..sizes.keys };
+            let problem = Attention { kv_dtype, keys, ..sizes };
+            let tile = AttentionTile::of(&problem, "decode").expect("there is a tile");
+            let ctas = tile.decode_ctas_per_sm(&problem, &device);
+            assert_eq!(device.resident_blocks(tile.decode_shared_memory(&problem, &device), 8), device.sms * ctas);
+            ctas
+        };
+        assert_eq!([1, 66, 67, 256].map(|seqs| ctas(seqs, DType::F8E4M3FN, 128, 16)), [2, 2, 3, 3]);
+        assert_eq!([1, 8, 24, 32].map(|page_size| ctas(4, DType::F8E5M2, 96, page_size)), [3, 3, 3, 2]);
+        assert_eq!([64, 256, 512].map(|dim| ctas(4, DType::F8E4M3FN, dim, 16)), [4, 2, 2]);
+        assert_eq!(ctas(256, DType::BF16, 128, 16), 2);
     }
 
     #[test]
