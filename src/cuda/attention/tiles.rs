@@ -241,7 +241,7 @@ mod tests {
             assert_eq!(device.resident_blocks(tile.decode_shared_memory(&problem, &device), 8), device.sms * ctas);
             ctas
         };
-        assert_eq!([1, 66, 67, 256].map(|seqs| ctas(seqs, DType::F8E4M3FN, 128, 16)), [2, 2, 3, 3]);
+        assert_eq!([1, 264, 265, 1000].map(|seqs| ctas(seqs, DType::F8E4M3FN, 128, 16)), [2, 2, 3, 3]);
         assert_eq!([1, 8, 24, 32].map(|page_size| ctas(4, DType::F8E5M2, 96, page_size)), [3, 3, 3, 2]);
         assert_eq!([64, 256, 512].map(|dim| ctas(4, DType::F8E4M3FN, dim, 16)), [4, 2, 2]);
         assert_eq!(ctas(256, DType::BF16, 128, 16), 2);
