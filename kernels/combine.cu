@@ -18,6 +18,7 @@
 #include "params/attention.cuh"
 #include "params/combine.cuh"
 #include "partial_rows.cuh"
+#include "ptx.cuh"
 
 namespace xa {
 
@@ -102,66 +103,69 @@ __device__ __forceinline__ float sum_of_lanes(float x, int32_t lanes) {
 
 /// Merges rows with 8, 16 or 32 lanes each, kRows adjacent ones at a time, with the loads of kPartials partials of each
 /// in flight. A lane has four columns of every partial, and the state of one partial, from which it computes that
-/// partial's weight.
+/// partial's weight. Of rows with more than 128 columns, a warp merges a chunk of 128.
 template <typename T, int kPartials, int kRows>
 __device__ __forceinline__ void merge_rows(const SplitTile<T>& tile) {
   const float log2_unit = tile.params.partial.log2_unit;
   const int32_t value_dim = tile.params.value_dim, num_rows = tile.record.tile.num_rows;
   const int32_t count = tile.record.num_partials;
   const int32_t lanes = value_dim > 64 ? 32 : value_dim > 32 ? 16 : 8, lane = threadIdx.x % lanes;
-  const int32_t warp_rows = 32 / lanes * kRows, warp = tile.part * kWarps + static_cast<int32_t>(threadIdx.x) / 32;
+  // Up to 512 columns; of 3 chunks, the warps of the fourth one write nothing.
+  const int32_t warp_rows = 32 / lanes * kRows, log2_chunks = value_dim > 256 ? 2 : value_dim > 128 ? 1 : 0;
+  const auto column_of = [&](int32_t item) { return (item & ((1 << log2_chunks) - 1)) * 128 + 4 * lane; };
 #pragma unroll 1
-  for (int32_t warp_row = warp * warp_rows; warp_row < num_rows; warp_row += tile.num_parts * kWarps * warp_rows) {
-    const int32_t first_row = warp_row + static_cast<int32_t>(threadIdx.x) % 32 / lanes * kRows;
+  for (int32_t item = tile.part * kWarps + static_cast<int32_t>(threadIdx.x) / 32;
+       (item >> log2_chunks) * warp_rows < num_rows; item += tile.num_parts * kWarps) {
+    const int32_t first_row =
+        (item >> log2_chunks) * warp_rows + static_cast<int32_t>(threadIdx.x) % 32 / lanes * kRows;
+    const int32_t loaded_column = min(column_of(item), value_dim - 4);
+    PartialState merged[kRows];
+#pragma unroll
+    for (PartialState& state : merged) state = {-INFINITY, 0.0f, make_float4(0.0f, 0.0f, 0.0f, 0.0f)};
 #pragma unroll 1
-    for (int32_t first_column = 0; first_column < value_dim; first_column += 4 * lanes) {
-      const int32_t column = first_column + 4 * lane, loaded_column = min(column, value_dim - 4);
-      PartialState merged[kRows];
-#pragma unroll
-      for (PartialState& state : merged) state = {-INFINITY, 0.0f, make_float4(0.0f, 0.0f, 0.0f, 0.0f)};
-#pragma unroll 1
-      for (int32_t begin = 0; begin < count; begin += lanes) {
-        float weight[kRows];
-#pragma unroll
-        for (int32_t r = 0; r < kRows; ++r) {
-          float2 state = tile.partials.state(tile.partial_row(begin + lane, first_row + r));
-          if (begin + lane >= count) state = make_float2(-INFINITY, 0.0f);
-          const float largest = fmaxf(merged[r].max, max_of_lanes(state.x, lanes));
-          const float before = merge_weight(merged[r].max, largest, log2_unit);
-          weight[r] = merge_weight(state.x, largest, log2_unit);
-          merged[r].max = largest;
-          merged[r].sum = merged[r].sum * before + sum_of_lanes(state.y * weight[r], lanes);
-          merged[r].output = scaled(merged[r].output, before);
-        }
-#pragma unroll 1
-        for (int32_t partial = begin; partial < min(begin + lanes, count); partial += kPartials) {
-          float4 outputs[kRows][kPartials];
-#pragma unroll
-          for (int32_t r = 0; r < kRows; ++r) {
-#pragma unroll
-            for (int32_t j = 0; j < kPartials; ++j) {
-              const int32_t row = tile.partial_row(partial + j, first_row + r);
-              outputs[r][j] = *reinterpret_cast<const float4*>(tile.partials.output(row, loaded_column));
-            }
-          }
-#pragma unroll
-          for (int32_t r = 0; r < kRows; ++r) {
-#pragma unroll
-            for (int32_t j = 0; j < kPartials; ++j) {
-              // Partials past the last one have the weight 0, and the output of the last one.
-              const float w = __shfl_sync(~0u, weight[r], partial - begin + j, lanes);
-              merged[r].output.x += w * outputs[r][j].x;
-              merged[r].output.y += w * outputs[r][j].y;
-              merged[r].output.z += w * outputs[r][j].z;
-              merged[r].output.w += w * outputs[r][j].w;
-            }
-          }
-        }
-      }
+    for (int32_t begin = 0; begin < count; begin += lanes) {
+      float weight[kRows];
 #pragma unroll
       for (int32_t r = 0; r < kRows; ++r) {
-        if (column < value_dim) tile.write(first_row + r, column, merged[r]);
+        float2 state = tile.partials.state(tile.partial_row(begin + lane, first_row + r));
+        if (begin + lane >= count) state = make_float2(-INFINITY, 0.0f);
+        const float largest = fmaxf(merged[r].max, max_of_lanes(state.x, lanes));
+        const float before = merge_weight(merged[r].max, largest, log2_unit);
+        weight[r] = merge_weight(state.x, largest, log2_unit);
+        merged[r].max = largest;
+        merged[r].sum = merged[r].sum * before + sum_of_lanes(state.y * weight[r], lanes);
+        merged[r].output = scaled(merged[r].output, before);
       }
+#pragma unroll 1
+      for (int32_t partial = begin; partial < min(begin + lanes, count); partial += kPartials) {
+        float4 outputs[kRows][kPartials];
+#pragma unroll
+        for (int32_t r = 0; r < kRows; ++r) {
+#pragma unroll
+          for (int32_t j = 0; j < kPartials; ++j) {
+            const int32_t row = tile.partial_row(partial + j, first_row + r);
+            outputs[r][j] = *reinterpret_cast<const float4*>(tile.partials.output(row, loaded_column));
+          }
+        }
+#pragma unroll
+        for (int32_t r = 0; r < kRows; ++r) {
+#pragma unroll
+          for (int32_t j = 0; j < kPartials; ++j) {
+            // Partials past the last one have the weight 0, and the output of the last one.
+            const float w = __shfl_sync(~0u, weight[r], partial - begin + j, lanes);
+            merged[r].output.x += w * outputs[r][j].x;
+            merged[r].output.y += w * outputs[r][j].y;
+            merged[r].output.z += w * outputs[r][j].z;
+            merged[r].output.w += w * outputs[r][j].w;
+          }
+        }
+      }
+    }
+#pragma unroll
+    for (int32_t r = 0; r < kRows; ++r) {
+      // Computed again to save a register.
+      const int32_t column = column_of(ptx::opaque(item));
+      if (column < value_dim) tile.write(first_row + r, column, merged[r]);
     }
   }
 }

@@ -108,7 +108,7 @@ pub(super) fn combine<'c>(
     }
     let variant = variants::find(COMBINE_KERNEL, &[variants::dtype_value(problem.out.dtype)])?;
     let heads = problem.num_kv_heads as i64;
-    let row_lanes = (problem.value_dim as i64 / 4).clamp(8, 32).unsigned_abs().next_power_of_two() as i64;
+    let row_lanes = (problem.value_dim as i64 / 4).max(8).unsigned_abs().next_power_of_two() as i64;
     let wanted = (tile_rows * row_lanes + i64::from(COMBINE_THREADS) - 1) / i64::from(COMBINE_THREADS);
     let resident = i64::from(COMBINE_CTAS_PER_SM) * i64::from(device.sms);
     let ctas_per_record = wanted.min(resident / (heads * i64::from(records))).max(1);
