@@ -1,16 +1,19 @@
-// Multi-head latent attention on Hopper: the portable kernel's work (mla.cu) by wgmma, with 16-bit caches.
+// Multi-head latent attention on Hopper: the portable kernel's work (mla.cu) by wgmma.
 // docs/dev/kernels/mla.md explains the design.
 //
 // Compiled once for each combination of
-//   XA_OPERANDS  f16, bf16: of q, cache and out
+//   XA_OPERANDS  f16, bf16: of q, cache and out; f16_fp8, bf16_fp8: over e4m3fn or e5m2 (include/mla/shape.cuh)
 //   XA_SHAPE     hopper, hopper_pair: tiles of one CTA, or of a cluster of two along y
 //   XA_LOGITS    none, scaled (include/mla/logits.cuh)
 // Launch: Shape::kThreads threads, a grid of 1 by Shape::kCtas times any number of work ranges, Shape::kSharedBytes of
 // dynamic shared memory.
 
+#include <type_traits>
+
 #include "element.cuh"
 #include "hopper/ptx.cuh"
 #include "hopper_mla/compute.cuh"
+#include "hopper_mla/fp8_load.cuh"
 #include "hopper_mla/load.cuh"
 #include "hopper_mla/shape.cuh"
 #include "mla/logits.cuh"
@@ -22,10 +25,13 @@
 #include "work_tile.cuh"
 
 namespace {
-using T = xa::XA_PASTE(dtype_, XA_OPERANDS);
+using Types = xa::mla::XA_PASTE(types_, XA_OPERANDS);
+using T = Types::Compute;
 using LogitsTransform = xa::mla::XA_PASTE(logits_, XA_LOGITS);
 using Config = xa::tiles::Mla<xa::tiles::XA_PASTE(shape_, XA_SHAPE), xa::tiles::XA_PASTE(operands_, XA_OPERANDS)>;
-using Shape = xa::hopper_mla::Shape<Config>;
+using Shape = xa::hopper_mla::Shape<Config, sizeof(Types::Stored) == 1>;
+using Loader = std::conditional_t<Shape::kConverts, xa::hopper_mla::Fp8BlockLoader<Shape, T>,
+                                  xa::hopper_mla::BlockLoader<Shape, T>>;
 using Unit = xa::WorkUnit<Shape::kTileRows, Shape::kKeys, xa::TileEnd::kRow, xa::TileOrder::kFolded>;
 }  // namespace
 
@@ -49,11 +55,10 @@ extern "C" __global__ void __launch_bounds__(Shape::kThreads, 1)
   const int32_t warpgroup = xa::hopper::uniform(threadIdx.x / 128);
   if (warpgroup == 2) {
     xa::hopper::ptx::warpgroup_reg_dealloc<Shape::kLoaderRegisters>();
-    const int buffer = xa::hopper::uniform(threadIdx.x / 32) / Shape::kLoadWarps % 2;
     int32_t number = 0;
 #pragma unroll 1
     while (work.tile.num_rows != 0) {
-      xa::hopper_mla::BlockLoader<Shape, T>(params, buffers, buffer).load(number);
+      Loader(params, buffers).load(number);
       __syncthreads();
       if (threadIdx.x / 32 == Shape::kThreads / 32 - 1) {
         const xa::WorkRangeIterator<Unit> iterator(attention, work, range, index.index);

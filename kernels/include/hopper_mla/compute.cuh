@@ -39,6 +39,8 @@ template <typename Shape, typename T, typename LogitsTransform>
 class HalfTile {
   using Atom = typename Shape::Atom;
   using Scores = float[Shape::kKeys / 8][4];
+  /// P is at most 2^kRise.
+  static constexpr float kRise = 8.0f;
 
  public:
   /// `half` is 0 for the left and 1 for the right columns.
@@ -90,9 +92,10 @@ class HalfTile {
     for (int32_t block = first; block < end; ++block) {
       const int32_t n = number++;
       Weights weights;
+#pragma unroll
+      for (int part = Shape::kPartsPerHalf; part < Shape::kParts; ++part) buffers_.wait_for_part(n, part);
       receive(weights, n);
       raise(weights);
-      buffers_.wait_for_half(n, 1);
       issue_values(weights, n);
       hopper::ptx::wgmma_wait_group<0>();
       buffers_.release(n, 1);
@@ -127,15 +130,17 @@ class HalfTile {
     const uint64_t block = keys_ + number % 2 * (Shape::kBlockBytes >> 4);
     multiply_part<0>(scores, number, block);
     multiply_part<1>(scores, number, block);
-    multiply_part<2>(scores, number, block);
-    multiply_part<3>(scores, number, block);
+    if constexpr (Shape::kParts > 2) {
+      multiply_part<2>(scores, number, block);
+      multiply_part<3>(scores, number, block);
+    }
     hopper::ptx::wgmma_commit_group();
   }
   /// Adds the products of a part to S, which the first one resets.
   template <int kPart>
   __device__ __forceinline__ void multiply_part(Scores& scores, int32_t number, uint64_t block) const {
     constexpr int kSteps = Atom::kColumns / 16;  // per atom column
-    buffers_.full(number, kPart).wait();
+    buffers_.wait_for_part(number, kPart);
     hopper::ptx::wgmma_fence();
 #pragma unroll
     for (int i = Shape::part_start(kPart) * kSteps; i < Shape::part_start(kPart + 1) * kSteps; ++i) {
@@ -174,15 +179,26 @@ class HalfTile {
       }
       largest = fmaxf(largest, __shfl_xor_sync(~0u, largest, 1));
       largest = fmaxf(largest, __shfl_xor_sync(~0u, largest, 2));
-      weights.max[half] = fmaxf(max[half], largest);
-      // The maximum is subtracted first, so that it may be of any size.
-      const float shift = weights.max[half] == -INFINITY ? 0.0f : weights.max[half];
+      // A maximum rises only by more than kRise, so that few blocks rescale the output. -inf always rises.
+      weights.max[half] = (largest - max[half]) * unit_ <= kRise ? max[half] : largest;
+      const float base = weights.max[half] == -INFINITY ? 0.0f : weights.max[half] * unit_;
+      // Where rounding the product would matter, the maximum is subtracted first.
+      const bool is_large = fabsf(base) > 128.0f;
+      if (__any_sync(~0u, is_large)) {
+        const float shift = is_large ? weights.max[half] : 0.0f;
+#pragma unroll
+        for (int column = 0; column < Shape::kKeys / 8; ++column) {
+#pragma unroll
+          for (int i = 2 * half; i < 2 * half + 2; ++i) scores[column][i] -= shift;
+        }
+      }
+      const float subtracted = is_large ? 0.0f : base;
       float block_sum = 0.0f;
 #pragma unroll
       for (int column = 0; column < Shape::kKeys / 8; ++column) {
 #pragma unroll
         for (int i = 2 * half; i < 2 * half + 2; ++i) {
-          scores[column][i] = xa::ptx::exp2_approx((scores[column][i] - shift) * unit_);
+          scores[column][i] = xa::ptx::exp2_approx(scores[column][i] * unit_ - subtracted);
           block_sum += scores[column][i];
         }
       }
@@ -201,19 +217,25 @@ class HalfTile {
 
   /// Raises the maxima to those of a block. If none rises, output and sums stay bitwise unchanged.
   __device__ __forceinline__ void raise(const Weights& weights) {
-    float factor[2];
+    const bool rises = weights.max[0] != max_[0] || weights.max[1] != max_[1];
+    if (__any_sync(~0u, rises)) {
+      float factor[2];
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        factor[half] = merge_weight(max_[half], weights.max[half], unit_);
+        sum_[half] *= factor[half];
+        max_[half] = weights.max[half];
+      }
+#pragma unroll
+      for (int column = 0; column < Shape::kColumns / 8; ++column) {
+#pragma unroll
+        for (int i = 0; i < 4; ++i) output_[column][i] *= factor[i / 2];
+      }
+    }
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
-      factor[half] = merge_weight(max_[half], weights.max[half], unit_);
-      sum_[half] = sum_[half] * factor[half] + added_[half];
+      sum_[half] += added_[half];
       added_[half] = 0.0f;
-      max_[half] = weights.max[half];
-    }
-    if (__any_sync(~0u, factor[0] != 1.0f || factor[1] != 1.0f) == 0) return;
-#pragma unroll
-    for (int column = 0; column < Shape::kColumns / 8; ++column) {
-#pragma unroll
-      for (int i = 0; i < 4; ++i) output_[column][i] *= factor[i / 2];
     }
   }
 

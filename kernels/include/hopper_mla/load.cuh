@@ -73,13 +73,13 @@ class BlockLoader {
   static constexpr int kHalf = Shape::kAtomColumnsPerHalf;
 
  public:
-  __device__ __forceinline__ BlockLoader(const HopperMlaParams& params, const Buffers<Shape>& buffers, int buffer)
+  __device__ __forceinline__ BlockLoader(const HopperMlaParams& params, const Buffers<Shape>& buffers)
       : params_(params),
         buffers_(buffers),
         work_(buffers.work_tile()),
-        buffer_(buffer),
+        buffer_(hopper::uniform(threadIdx.x / 32) / Shape::kLoadWarps % 2),
         warp_(threadIdx.x / 32 % Shape::kLoadWarps),
-        to_(buffers.buffer(buffer)) {}
+        to_(buffers.buffer(buffer_)) {}
 
   /// Loads the tile's blocks, of which the first one has number `number` among those of the CTA.
   __device__ __forceinline__ void load(int32_t& number) {

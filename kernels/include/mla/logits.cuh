@@ -30,17 +30,19 @@ struct logits_scaled {
   __device__ __forceinline__ Rows rows(const WorkTile& work, int32_t) const { return {work.score_factor}; }
   template <typename T, int kKeyTiles>
   __device__ __forceinline__ void apply(float (&scores)[kKeyTiles][4], const Rows& rows, int32_t) const {
+#pragma unroll
+    for (int block = 0; block < kKeyTiles; ++block) {
+#pragma unroll
+      for (int i = 0; i < 4; ++i) scores[block][i] *= rows.factor;
+    }
     const float cap = params_.softcap_log2;
+    if (cap <= 0.0f) return;
 #pragma unroll
     for (int block = 0; block < kKeyTiles; ++block) {
 #pragma unroll
       for (int i = 0; i < 4; ++i) {
-        const float score = scores[block][i] * rows.factor;
-        if constexpr (Element<T>::kIs16Bit) {
-          scores[block][i] = cap > 0.0f ? cap * ptx::tanh_approx(score) : score;
-        } else {
-          scores[block][i] = cap > 0.0f ? cap * tanhf(score) : score;
-        }
+        float& score = scores[block][i];
+        score = cap * (Element<T>::kIs16Bit ? ptx::tanh_approx(score) : tanhf(score));
       }
     }
   }

@@ -1,10 +1,11 @@
 //! Multi-head latent attention: one KV head whose keys and values are the same rows, read once (`kernels/mla.cu`,
-//! and `kernels/hopper_mla.cu` for 16-bit caches on Hopper).
+//! and `kernels/hopper_mla.cu` on Hopper if q has 16 bits).
 //!
 //! One launch serves sequences of any length. As in decode, the keys of all tiles are divided between CTAs, and the combine
 //! kernel merges the partials of tiles that several CTAs computed. With `batch_invariant` no tile is split, so that the bits of
 //! a row depend on its own sequence alone.
 
+use super::params::has_wide_rows;
 use super::split::{KvSplit, WorkUnit};
 use super::tiles::transforms_logits;
 use super::{Launch, Launches, Parameter, UNLIMITED, decode, max_tiles};
@@ -32,7 +33,9 @@ impl MlaTile {
     fn of(problem: &Attention, device: &Device) -> Result<&'static Self> {
         let operands = operands(problem);
         let fits = |tile: &&Self| tile.operands == operands && tile.shared_bytes <= device.shared_memory;
-        let runs = |tile: &&Self| !tile.is_hopper() || device.capability == 90 && tile.fills_ctas(problem, device);
+        let loads = has_wide_rows(problem);
+        let runs =
+            |tile: &&Self| !tile.is_hopper() || device.capability == 90 && loads && tile.fills_ctas(problem, device);
         let tiles = MLA.iter().filter(|tile| fits(tile) && runs(tile));
         tiles.max_by_key(|tile| (tile.rows, tile.is_hopper())).ok_or_else(|| {
             Error::unimplemented(format!(
@@ -63,7 +66,8 @@ impl MlaTile {
     /// where TMA cannot load the cache.
     fn box_rows(&self, problem: &Attention, device: &Device) -> i64 {
         let KeyStorage::Paged(table) = problem.keys.storage else { return 0 };
-        if table.num_pages == 0 || !device.has_tensor_maps {
+        // 8-bit rows are converted on their way to shared memory.
+        if table.num_pages == 0 || !device.has_tensor_maps || problem.kv_dtype.size() == 1 {
             return 0;
         }
         let rows = 1 << (table.page_size as u64 | u64::from(self.keys / self.ctas())).trailing_zeros();
@@ -151,8 +155,8 @@ pub(super) fn launches<'c>(problem: &'c Attention, device: &Device) -> Result<La
     let splittable = Attention { workspace, batch_invariant: false, ..*problem };
     let resident = i64::from(device.sms / tile.ctas());
     let split = KvSplit::of_units(&splittable, unit, tiles, UNLIMITED, resident, 0);
-    // These kernels convert e4m3fn as those for sm_80 do, on every device.
-    let converting = Device { capability: 80, ..*device };
+    // The portable kernels convert e4m3fn as those for sm_80 do, on every device.
+    let converting = Device { capability: if tile.is_hopper() { device.capability } else { 80 }, ..*device };
     let plain = AttentionParams::new(problem, &converting)?;
     let params = AttentionParams { clears_padding_rows: 1, partial: split.partial, ..plain };
     let (kernel, variant) = tile.variant(problem)?;
@@ -207,14 +211,14 @@ mod tests {
             (
                 DType::BF16,
                 DType::F8E4M3FN,
-                "mla_bf16_fp8_large_scaled",
+                "hopper_mla_bf16_fp8_hopper_scaled",
                 "mla_bf16_fp8_large_scaled",
                 "mla_small_bf16_fp8_small_scaled",
             ),
             (
                 DType::F16,
                 DType::F8E5M2,
-                "mla_f16_fp8_large_scaled",
+                "hopper_mla_f16_fp8_hopper_scaled",
                 "mla_f16_fp8_large_scaled",
                 "mla_small_f16_fp8_small_scaled",
             ),
@@ -300,12 +304,35 @@ mod tests {
     }
 
     #[test]
+    fn rows_of_8_bits_take_hopper_s_kernel_if_they_are_aligned_to_16_bytes() {
+        for (head_dim, value_dim, cluster, kernel) in [
+            (576, 512, 1, "hopper_mla_bf16_fp8_hopper_scaled"),
+            (48, 32, 1, "hopper_mla_bf16_fp8_hopper_scaled"),
+            (568, 512, 1, "mla_bf16_fp8_large_scaled"),
+            (576, 504, 1, "mla_bf16_fp8_large_scaled"),
+        ] {
+            let table =
+                PageTable { entries: std::ptr::null(), stride: 64, max_pages: 64, num_pages: 64, page_size: 64 };
+            let plain = latent(4, 128, DType::BF16, DType::F8E4M3FN);
+            let k = KvView { page_stride: 64 * head_dim as i64, token_stride: head_dim as i64, ..plain.k };
+            let keys = Keys { storage: KeyStorage::Paged(table), ..plain.keys };
+            let problem = Attention { keys, k, v: k, head_dim, value_dim, ..plain };
+            let launches = launches(&problem, &device(true)).expect("the sizes are allowed");
+            assert_eq!(variants::VARIANTS[launches.list[0].variant].name, kernel);
+            assert_eq!(launches.list[0].attributes.cluster, cluster);
+        }
+    }
+
+    #[test]
     #[expect(clippy::float_cmp, reason = "powers of two")]
     fn fp8_is_divided_by_what_the_kernel_does_not_multiply() {
-        let factor = |kv| {
-            let problem = latent(1, 16, DType::BF16, kv);
-            attention_of(&launches(&problem, &device(false)).expect("the sizes are allowed")).value_factor
-        };
-        assert_eq!([DType::BF16, DType::F8E4M3FN, DType::F8E5M2].map(factor), [1.0, 256.0, 1.0]);
+        for (capability, e4m3fn) in [(80, 256.0), (90, 1.0), (100, 256.0)] {
+            let factor = |kv| {
+                let problem = latent(1, 16, DType::BF16, kv);
+                let device = Device { capability, ..device(false) };
+                attention_of(&launches(&problem, &device).expect("the sizes are allowed")).value_factor
+            };
+            assert_eq!([DType::BF16, DType::F8E4M3FN, DType::F8E5M2].map(factor), [1.0, e4m3fn, 1.0]);
+        }
     }
 }

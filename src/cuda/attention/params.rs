@@ -215,7 +215,7 @@ pub(in crate::cuda) fn check_dense(name: &str, data: *const u8, element_bytes: u
 }
 
 /// Whether rows of K and V are multiples of 16 bytes and aligned to 16 bytes.
-fn has_wide_rows(problem: &Attention) -> bool {
+pub(super) fn has_wide_rows(problem: &Attention) -> bool {
     let bytes = problem.kv_dtype.size();
     [(&problem.k, problem.head_dim), (&problem.v, problem.value_dim)].into_iter().all(|(view, dim)| {
         let [pages, tokens, heads] = view_steps(problem, view);
