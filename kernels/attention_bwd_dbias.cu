@@ -325,7 +325,7 @@ class BiasGradient {
 
   /// Stores the sums.
   __device__ __forceinline__ void store() const {
-    with_dbias_type<T>(all_params_, [&](auto type) { store_as<decltype(type)>(); });
+    with_bias_type<T>(all_params_.dbias_is_f32, [&](auto type) { store_as<decltype(type)>(); });
   }
   template <typename E>
   __device__ __forceinline__ void store_as() const {

@@ -38,9 +38,8 @@ __device__ __forceinline__ BiasRowIndex bias_row_index(const BiasSource& bias, i
 /// The element of a row without a bias. A multiple of the elements of a chunk.
 constexpr int64_t kNoBias = INT64_MIN;
 
-/// The element of such a row and its key 0.
-__device__ __forceinline__ int64_t bias_row(const BiasSource& bias, int32_t sequence, int32_t head, int32_t query) {
-  const BiasRowIndex row = bias_row_index(bias, sequence, head, query);
+/// The element of row `row` and its key 0.
+__device__ __forceinline__ int64_t bias_row(const BiasSource& bias, BiasRowIndex row) {
   return row != kNoBiasRow ? static_cast<int64_t>(row) * static_cast<uint32_t>(bias.keys) : kNoBias;
 }
 
@@ -56,13 +55,17 @@ __device__ __forceinline__ float bias_at(const BiasSource& bias, int64_t row, in
   }
 }
 
-/// Calls `function(E{})` with the element type of the bias: f32, or T.
+/// Calls `function(E{})` with the element type of the bias or of its gradient: f32 with `is_f32`, else T.
 template <typename T, typename Function>
-__device__ __forceinline__ void with_bias_type(const BiasSource& bias, const Function& function) {
+__device__ __forceinline__ void with_bias_type(int32_t is_f32, const Function& function) {
   if constexpr (Element<T>::kIs16Bit) {
-    if (bias.is_wide != 0) return function(float{});
+    if (is_f32 != 0) return function(float{});
   }
   function(T{});
+}
+template <typename T, typename Function>
+__device__ __forceinline__ void with_bias_type(const BiasSource& bias, const Function& function) {
+  with_bias_type<T>(bias.is_wide, function);
 }
 
 /// Starts to copy chunk `chunk` of a row's part that begins at key `first_key`, any number: to `to`, where the chunks
@@ -115,8 +118,9 @@ class BiasTile {
       : bias_(bias), shared_(shared + Shape::kSharedBytes) {
     const RowMap map(params, work.tile, work.kv_head);
     for (int32_t row = warp_row + static_cast<int32_t>(threadIdx.x % 32); row < warp_row + kWarpRows; row += 32) {
-      row_at(row) =
-          row < work.tile.num_rows ? bias_row(bias, work.tile.sequence, map.head(row), map.rows.query(row)) : kNoBias;
+      row_at(row) = row < work.tile.num_rows
+                        ? bias_row(bias, bias_row_index(bias, work.tile.sequence, map.head(row), map.rows.query(row)))
+                        : kNoBias;
     }
     __syncwarp();
   }

@@ -11,13 +11,10 @@
 
 namespace xa {
 
-/// Calls `function(E{})` with the element type of the gradient: f32, or T.
-template <typename T, typename Function>
-__device__ __forceinline__ void with_dbias_type(const BiasBackwardParams& params, const Function& function) {
-  if constexpr (Element<T>::kIs16Bit) {
-    if (params.dbias_is_f32 != 0) return function(float{});
-  }
-  function(T{});
+/// The gradient of row `row` of the bias and its key 0.
+template <typename E>
+__device__ __forceinline__ E* dbias_row(const BiasBackwardParams& params, BiasRowIndex row) {
+  return static_cast<E*>(params.dbias) + static_cast<int64_t>(row) * static_cast<uint32_t>(params.bias.keys);
 }
 
 /// Stores the gradients of keys `key`, an even number, and `key + 1` of the row at `row`, if they exist.
@@ -36,7 +33,7 @@ __device__ __forceinline__ void store_dbias_pair(E* row, int32_t key, int32_t ke
 template <typename T, int kTiles, int kBlocks>
 __device__ __forceinline__ void store_dbias(const BiasBackwardParams& params, const BiasRowIndex* rows,
                                             int32_t first_key, const float (&ds)[kTiles][kBlocks][4]) {
-  with_dbias_type<T>(params, [&](auto type) {
+  with_bias_type<T>(params.dbias_is_f32, [&](auto type) {
     using E = decltype(type);
     const int32_t lane = ptx::thread() % 32, keys = params.bias.keys;
 #pragma unroll
@@ -45,7 +42,7 @@ __device__ __forceinline__ void store_dbias(const BiasBackwardParams& params, co
       for (int half = 0; half < 2; ++half) {
         const BiasRowIndex row = rows[16 * tile + 8 * half + lane / 4];
         if (row == kNoBiasRow) continue;
-        E* const to = static_cast<E*>(params.dbias) + static_cast<int64_t>(row) * static_cast<uint32_t>(keys);
+        E* const to = dbias_row<E>(params, row);
 #pragma unroll
         for (int block = 0; block < kBlocks; ++block) {
           const float (&x)[4] = ds[tile][block];

@@ -77,12 +77,14 @@ struct BackwardShape : tiles::AttentionBwd<Gradient, Shape, sizeof(T), kHeadDim_
   static constexpr int kBiasRows = kHasBias ? kQueryRows : 0;
   static constexpr int kSegmentOffset = kBiasRowsOffset + kBiasRows * static_cast<int>(sizeof(BiasRowIndex));
 
-  /// Where the bias is staged, for elements of T; wider ones take more.
+  /// The query rows and keys of a stage of the bias, and the bytes of a row of elements E.
+  static constexpr int kStagedRows = kHoldsKeys ? Config::kBlock : kHeld;
+  static constexpr int kStagedKeys = kHoldsKeys ? kHeld : Config::kBlock;
+  template <typename E>
+  static constexpr int kStagedPitch = kStagedKeys * static_cast<int>(sizeof(E)) + 16;
+  /// Where the stages begin, and their bytes for elements of T; wider ones take more.
   static constexpr int kBiasOffset = (kSegmentOffset + static_cast<int>(sizeof(SequenceSegment)) + 15) / 16 * 16;
-  static constexpr int kBiasKeys = kHoldsKeys ? kHeld : Config::kBlock;
-  static constexpr int kBiasBytes = Config::kStagesBias ? Config::kStages * (kHoldsKeys ? Config::kBlock : kHeld) *
-                                                              (kBiasKeys * static_cast<int>(sizeof(T)) + 16)
-                                                        : 0;
+  static constexpr int kBiasBytes = Config::kStagesBias ? Config::kStages * kStagedRows * kStagedPitch<T> : 0;
   static constexpr int kNeededBytes =
       kBiasBytes > 0 ? kBiasOffset + kBiasBytes : kSegmentOffset + static_cast<int>(sizeof(SequenceSegment));
 

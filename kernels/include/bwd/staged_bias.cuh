@@ -10,6 +10,7 @@
 #include <cstdint>
 #include <type_traits>
 
+#include "bwd/dbias_rows.cuh"
 #include "bwd/ptx_extra.cuh"
 #include "chunk.cuh"
 #include "element.cuh"
@@ -22,10 +23,9 @@ namespace xa {
 /// A stage: `memory` is where it begins, and `first_key` the key of its first column, any number.
 template <typename Shape, typename T>
 class StagedBias {
-  static constexpr int kKeys = Shape::kHoldsKeys ? Shape::kHeld : Shape::kBlock;
-  static constexpr int kRows = Shape::kHoldsKeys ? Shape::kBlock : Shape::kHeld;
+  static constexpr int kKeys = Shape::kStagedKeys, kRows = Shape::kStagedRows;
   template <typename E>
-  static constexpr int kPitch = kKeys * static_cast<int>(sizeof(E)) + 16;
+  static constexpr int kPitch = Shape::template kStagedPitch<E>;
 
  public:
   __device__ __forceinline__ StagedBias(const BiasSource& source, uint8_t* memory, int stage, int32_t first_key)
@@ -44,9 +44,7 @@ class StagedBias {
 #pragma unroll 1
         for (int32_t item = thread; item < kRows * (kChunks + 1); item += Shape::kThreads) {
           const int32_t index = item / (kChunks + 1);
-          const BiasRowIndex row = row_of(index);
-          const int64_t element = static_cast<int64_t>(row) * static_cast<uint32_t>(source_.keys);
-          stage_bias_chunk<E>(source_, memory<E>(index), row != kNoBiasRow ? element : kNoBias, first_key_,
+          stage_bias_chunk<E>(source_, memory<E>(index), bias_row(source_, row_of(index)), first_key_,
                               item - index * (kChunks + 1));
         }
         return;
@@ -106,8 +104,7 @@ class StagedBias {
     for (int32_t i = 0; i < 16 * kTiles; i += 32 / kChunks) {
       const int32_t index = row + i + lane / kChunks;
       if (rows[index] == kNoBiasRow) continue;
-      T* const to =
-          static_cast<T*>(params.dbias) + static_cast<int64_t>(rows[index]) * static_cast<uint32_t>(source_.keys);
+      T* const to = dbias_row<T>(params, rows[index]);
       *reinterpret_cast<uint4*>(to + key) =
           *reinterpret_cast<const uint4*>(reinterpret_cast<const T*>(memory<T>(index)) + column);
     }
