@@ -229,6 +229,11 @@ inline unsigned long long atomicAdd(unsigned long long* to, unsigned long long x
   *to += x;
   return before;
 }
+inline unsigned atomicOr(unsigned* to, unsigned x) {
+  const unsigned before = *to;
+  *to |= x;
+  return before;
+}
 inline int atomicMin(int* to, int x) {
   const int before = *to;
   if (x < before) *to = x;
