@@ -4,9 +4,9 @@ use crate::fuzz_call::FuzzCall;
 use crate::generator::Generator;
 use crate::support::{
     ATTENTION_DTYPES, Alibi, Array, AttentionCase, AttentionConfig, BF16, ClampedSequence, Dtypes, ErrorBound,
-    F8E4M3FN, F16, F32, FP8_DTYPES, GradientCase, GradientOptions, InvalidMetadata, Invocation, KvGeometry, KvLayout,
-    LARGEST, Mask, MlaUpdateCase, Numbers, PagedUpdateCase, TreeMask, assert_gradients, assert_same, assert_within,
-    clamped_sequences, expected_gradients, expected_rows_of, runs_on_cpu,
+    F8E4M3FN, F16, F32, FP8_DTYPES, GradientCase, GradientOptions, I8, InvalidMetadata, Invocation, KvGeometry,
+    KvLayout, LARGEST, Mask, MlaUpdateCase, Numbers, PagedUpdateCase, TreeMask, assert_gradients, assert_same,
+    assert_within, clamped_sequences, count, dequantized, expected_gradients, expected_rows_of, runs_on_cpu,
 };
 use std::collections::HashSet;
 use xla_attention::Op;
@@ -93,6 +93,8 @@ impl ProblemSizes {
 struct StoredKeys {
     kv_geometry: KvGeometry,
     kv: Vec<Array>,
+    /// The scales of the rows, if each has one.
+    scale_cache: Option<Array>,
     max_pages: usize,
     block_table: Vec<i32>,
 }
@@ -119,7 +121,20 @@ impl StoredKeys {
         }
         let dims = |shape: &Vec<i64>| -> Vec<usize> { shape.iter().map(|&d| d as usize).collect() };
         let kv = kv_geometry.shapes().iter().map(|shape| generator.numbers(config.dtypes.kv, &dims(shape))).collect();
-        Self { kv_geometry, kv, max_pages, block_table }
+        let scale_cache = config.dtypes.scaled.then(|| {
+            let (dims, unit) = (kv_geometry.scale_dims(), if config.dtypes.kv == I8 { 1.0 / 40.0 } else { 1.0 });
+            let scales = generator.f32s(count(&dims), |random| unit * (0.25 + 1.75 * random.unit()));
+            Array::new(F32, &dims, &scales.into_iter().map(f64::from).collect::<Vec<_>>())
+        });
+        Self { kv_geometry, kv, scale_cache, max_pages, block_table }
+    }
+
+    /// The numbers that the cache stands for, without `k_scale` and `v_scale`.
+    fn values(&self) -> Vec<Vec<f64>> {
+        match &self.scale_cache {
+            Some(scales) => vec![dequantized(&self.kv[0], scales)],
+            None => self.kv.iter().map(Array::values).collect(),
+        }
     }
 
     /// The largest number of keys of a sequence.
@@ -203,8 +218,8 @@ fn case(generator: &mut Generator, target: Op, sizes: &ProblemSizes, stored: Sto
         kv_geometry: stored.kv_geometry,
         max_pages: stored.max_pages,
         q_values: q.values(),
-        scale_cache: None,
-        kv_values: stored.kv.iter().map(Array::values).collect(),
+        kv_values: stored.values(),
+        scale_cache: stored.scale_cache,
         q,
         kv: stored.kv,
         cu_seqlens_q,
@@ -231,7 +246,16 @@ fn case(generator: &mut Generator, target: Op, sizes: &ProblemSizes, stored: Sto
     }
 }
 
+/// Dtypes of `paged_attention`, which takes caches with a scale per row.
+fn paged_dtypes(generator: &mut Generator) -> Dtypes {
+    if generator.chance(25) { generator.one_of(&Dtypes::SCALED) } else { generator.one_of(&Dtypes::ALL) }
+}
+
+/// Scales of tensors and heads, which a cache with a scale per row does not take.
 fn with_scales(generator: &mut Generator, mut sizes: ProblemSizes) -> ProblemSizes {
+    if sizes.config.dtypes.scaled {
+        return sizes;
+    }
     let heads = sizes.config.kv_heads;
     (sizes.config.q_scale, sizes.config.k_scale) = (generator.scale(heads), generator.scale(heads));
     sizes.config.v_scale = generator.scale(heads);
@@ -240,7 +264,8 @@ fn with_scales(generator: &mut Generator, mut sizes: ProblemSizes) -> ProblemSiz
 
 /// The allowed error in addition to that of the naive formula, relative to the largest output. In a call with one or
 /// two rows the naive formula may happen to be exact, so this allows two roundings of the computation's dtype, for the
-/// softmax weights and the output, and one rounding to fp8 where the weights may be fp8.
+/// softmax weights and the output, a third one where a weight is multiplied by the scale of its row, and one rounding to
+/// fp8 where the weights may be fp8.
 fn floor(dtypes: Dtypes) -> f64 {
     let rounding = match dtypes.compute() {
         F16 => 2f64.powi(-11),
@@ -248,7 +273,8 @@ fn floor(dtypes: Dtypes) -> f64 {
         _ => 0.0,
     };
     let of_fp8 = if dtypes.q == F8E4M3FN && !runs_on_cpu() { 2f64.powi(-4) } else { 0.0 };
-    3e-5 + 2.0 * rounding + of_fp8
+    let roundings = if dtypes.scaled { 3.0 } else { 2.0 };
+    3e-5 + roundings * rounding + of_fp8
 }
 
 /// Asserts that every row of `out` and `softmax_lse` is written: with +0 and -inf for rows of no sequence, and with the
@@ -293,7 +319,8 @@ pub(crate) fn forward(generator: &mut Generator, target: Op) -> FuzzCall {
             let layout = if generator.chance(40) { KvLayout::Contiguous } else { generator.one_of(&KvLayout::PAGED) };
             (any_mask(generator), layout)
         };
-        let dtypes = generator.one_of(&Dtypes::ALL);
+        let dtypes =
+            if target == Op::PagedAttention { paged_dtypes(generator) } else { generator.one_of(&Dtypes::ALL) };
         let sizes = ProblemSizes::generate(generator, dtypes, mask, layout.has_two_buffers());
         (with_scales(generator, sizes), layout)
     };
@@ -360,24 +387,27 @@ fn assert_isolated(case: &AttentionCase, first: &[Array], second: &[Array]) {
 
 /// Calls of `paged_attention_update`.
 pub(crate) fn update(generator: &mut Generator) -> FuzzCall {
-    let (mask, dtypes) = (sliding(generator), generator.one_of(&Dtypes::ALL));
+    let (mask, dtypes) = (sliding(generator), paged_dtypes(generator));
     let sizes = ProblemSizes::generate(generator, dtypes, mask, false);
     let sizes = with_scales(generator, sizes);
     let stored = StoredKeys::generate(generator, &sizes, KvLayout::Interleaved);
     let mut case = case(generator, Op::PagedAttention, &sizes, stored);
     case.lse = generator.chance(50);
-    let dtype = if FP8_DTYPES.contains(&dtypes.kv) { generator.one_of(&ATTENTION_DTYPES) } else { dtypes.kv };
+    let dtype = if dtypes.kv.size() == 1 { generator.one_of(&ATTENTION_DTYPES) } else { dtypes.kv };
     let rows = [sizes.rows, sizes.config.kv_heads, sizes.config.head_dim];
     let (key, value) = (generator.numbers(dtype, &rows), generator.numbers(dtype, &rows));
     let wide_slots = generator.chance(50);
     let slots = slots_of(generator, &case, wide_slots);
-    let before = case.kv[0].clone();
-    let mut update = PagedUpdateCase { attention: case, before, scales_before: None, key, value, slots, wide_slots };
+    let (before, scales_before) = (case.kv[0].clone(), case.scale_cache.clone());
+    let mut update = PagedUpdateCase { attention: case, before, scales_before, key, value, slots, wide_slots };
     update.recompute_cache();
     let call = update.invocation(generator.chance(60));
     FuzzCall::new(call, move |results| {
         let case = &update.attention;
         assert_same("the cache", &results[1], update.cache());
+        if let Some(scales) = &case.scale_cache {
+            assert_same("the scales", &results[4], scales);
+        }
         assert_rows_of_own_keys(case, &update.slots, results);
     })
 }

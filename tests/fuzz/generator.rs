@@ -1,6 +1,6 @@
 //! Generates the sizes, numbers and metadata of a random call.
 
-use crate::support::{Array, BF16, Dtype, F8E4M3FN, F8E5M2, F16, F32, Random, count};
+use crate::support::{Array, BF16, Dtype, F8E4M3FN, F8E5M2, F16, F32, I8, Random, count};
 use std::ops::{Deref, DerefMut};
 use std::sync::LazyLock;
 
@@ -20,10 +20,12 @@ const NUMBERS: usize = 4096;
 static TABLES: LazyLock<Vec<(Dtype, Vec<u8>)>> = LazyLock::new(|| {
     let table = |dtype: Dtype| {
         let mut random = Random::new(dtype.0 as u64);
-        let numbers: Vec<f64> = (0..NUMBERS).map(|_| random.normal()).collect();
+        // Integers of a quantized cache use the range of their dtype.
+        let unit = if dtype == I8 { 40.0 } else { 1.0 };
+        let numbers: Vec<f64> = (0..NUMBERS).map(|_| unit * random.normal()).collect();
         (dtype, Array::new(dtype, &[NUMBERS as i64], &numbers).bytes)
     };
-    [F32, F16, BF16, F8E4M3FN, F8E5M2].map(table).into()
+    [F32, F16, BF16, F8E4M3FN, F8E5M2, I8].map(table).into()
 });
 
 /// Special values of a dtype: NaNs with different payloads, infinities, the largest and smallest numbers, zeros.
@@ -50,6 +52,8 @@ fn specials(dtype: Dtype) -> Vec<Vec<u8>> {
         BF16 => &[0x7fc0, 0xffc1, 0x7f81, 0x7f80, 0xff80, 0x7f7f, 0xf149, 0x0001, 0x807f, 0x0000, 0x8000],
         F8E4M3FN => &[0x7f, 0xff, 0x7e, 0xfe, 0x01, 0x87, 0x00, 0x80],
         F8E5M2 => &[0x7e, 0xfd, 0x7c, 0xfc, 0x7b, 0xfb, 0x01, 0x83, 0x00, 0x80],
+        // -128 is the code of no number.
+        I8 => &[0x7f, 0x80, 0x81, 0x01, 0xff, 0x00],
         _ => panic!("{dtype:?} is no type of attention"),
     };
     codes.iter().map(|code| code.to_le_bytes()[..dtype.size()].to_vec()).collect()
@@ -80,7 +84,7 @@ impl Generator {
     }
 
     pub(crate) fn head_dim(&mut self) -> usize {
-        self.one_of(&[8, 8, 16, 24, 32, 40, 64, 64, 72, 96, 104, 128, 128, 136, 192, 256])
+        self.one_of(&[8, 8, 16, 24, 32, 40, 64, 64, 72, 96, 104, 128, 128, 136, 192, 256, 320, 512])
     }
 
     /// Any i32, usually near `[0, limit]`.
