@@ -1,7 +1,8 @@
 //! Packs the module images of the kernels into the library.
 //!
-//! The images of a kernel's variants resemble each other: compressed together, they take half as much space as each alone.
-//! An image is read by unpacking its group up to the image's end, so groups are small enough for that to take milliseconds.
+//! The images of a kernel's variants resemble each other: compressed together, they take less than half as much space as each
+//! alone. An image is read by unpacking its group up to the image's end, so groups are small enough for that to take
+//! milliseconds.
 
 use crate::kernels::{Compiled, Image, in_parallel};
 use crate::process;
@@ -14,10 +15,10 @@ use std::fs;
 use std::path::Path;
 
 /// Largest size of a group of cubins before compression, in bytes.
-const MAX_CUBIN_BYTES: usize = 1 << 20;
+const MAX_CUBIN_BYTES: usize = 8 << 20;
 
 /// The same for PTX, which is larger, and which drivers load that compile it for longer than it takes to unpack.
-const MAX_PTX_BYTES: usize = 4 << 20;
+const MAX_PTX_BYTES: usize = 32 << 20;
 
 /// zstd's compression level: the highest one but for those that it calls ultra.
 const LEVEL: i32 = 19;

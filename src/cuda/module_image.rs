@@ -109,7 +109,7 @@ impl CompressedImage {
     }
 
     fn unpack_into(&self, bytes: &mut [u8]) -> io::Result<()> {
-        let mut group = ruzstd::decoding::StreamingDecoder::new(self.group).map_err(io::Error::other)?;
+        let mut group = zstd::Decoder::with_buffer(self.group)?;
         io::copy(&mut group.by_ref().take(self.offset as u64), &mut io::sink())?;
         group.read_exact(bytes)
     }
