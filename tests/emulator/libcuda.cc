@@ -1,5 +1,6 @@
 // A fake libcuda whose device is the host. Device allocations end at a guard page. A function of a module is the
-// kernel's source, compiled for the host when it is first looked up (compile.py).
+// kernel's source, compiled for the host when it is first looked up (compile.py). Threads run grids of different
+// kernels at the same time.
 //
 // It implements only the functions that the backend and its tests call. XLA_ATTENTION_EMULATOR is this folder,
 // XLA_ATTENTION_EMULATOR_CACHE that of the compiled kernels.
@@ -32,8 +33,9 @@ constexpr size_t kParameterAlignment = 64;
 struct Function {
   void (*emulate)(unsigned, unsigned, unsigned, unsigned, unsigned, const void*);
   size_t parameter_bytes;
+  std::mutex running;  // the library's state is that of one grid
 };
-using Kernel = const Function*;
+using Kernel = Function*;
 using Work = std::function<void()>;
 
 struct Stream {
@@ -48,14 +50,14 @@ struct Mapping {
   size_t bytes;
 };
 
-std::recursive_mutex one_at_a_time;
+std::mutex mutex;  // of these two
 std::map<uint64_t, Mapping> allocations;
+std::map<std::string, Function> functions;  // by the path of the library
 thread_local void* context = nullptr;
 
-using Guard = std::lock_guard<std::recursive_mutex>;
+using Guard = std::lock_guard<std::mutex>;
 
 int enqueue(Stream* stream, Work work) {
-  const Guard guard(one_at_a_time);
   if (stream != nullptr && stream->captures) {
     stream->captured.push_back(std::move(work));
   } else {
@@ -133,7 +135,6 @@ DRIVER_CALL cuGraphInstantiateWithFlags(Graph** executable, const Graph* graph, 
   return *executable = new Graph(*graph), kSuccess;
 }
 DRIVER_CALL cuGraphLaunch(const Graph* executable, Stream*) {
-  const Guard guard(one_at_a_time);
   for (const Work& node : executable->nodes) node();
   return kSuccess;
 }
@@ -151,12 +152,12 @@ DRIVER_CALL cuMemAlloc_v2(uint64_t* address, size_t bytes) {
   mprotect(first + inside, kPage, PROT_NONE);
   std::memset(first, 0xff, inside);
   *address = reinterpret_cast<uint64_t>(first + inside - padded);
-  const Guard guard(one_at_a_time);
+  const Guard guard(mutex);
   allocations[*address] = mapping;
   return kSuccess;
 }
 DRIVER_CALL cuMemFree_v2(uint64_t address) {
-  const Guard guard(one_at_a_time);
+  const Guard guard(mutex);
   const auto found = allocations.find(address);
   if (found == allocations.end()) return kInvalidValue;
   munmap(found->second.start, found->second.bytes);
@@ -186,7 +187,6 @@ DRIVER_CALL cuModuleLoadDataEx(void** module, const void* image, unsigned, void*
   return *module = const_cast<void*>(image), kSuccess;
 }
 DRIVER_CALL cuModuleGetFunction(Kernel* function, void*, const char* name) {
-  const Guard guard(one_at_a_time);
   const std::string folder = variable("XLA_ATTENTION_EMULATOR"), cache = variable("XLA_ATTENTION_EMULATOR_CACHE");
   const std::string command = "python3 " + folder + "/compile.py " + name + " " + cache;
   FILE* const output = popen(command.c_str(), "r");
@@ -199,7 +199,10 @@ DRIVER_CALL cuModuleGetFunction(Kernel* function, void*, const char* name) {
   const auto emulate = reinterpret_cast<decltype(Function::emulate)>(dlsym(library, "xa_emulate"));
   const auto* const bytes = static_cast<const size_t*>(dlsym(library, "xa_parameter_bytes"));
   if (emulate == nullptr || bytes == nullptr) return kNotFound;
-  *function = new Function{emulate, *bytes};
+  const Guard guard(mutex);
+  *function = &functions[path];
+  (*function)->emulate = emulate;
+  (*function)->parameter_bytes = *bytes;
   return kSuccess;
 }
 DRIVER_CALL cuFuncGetAttribute(int* value, int, Kernel) { return *value = 0, kSuccess; }
@@ -248,7 +251,10 @@ int launch(Kernel kernel, const Dims& grid, const Dims& cluster, const Dims& thr
   const size_t bytes = kernel->parameter_bytes, room = (bytes + kParameterAlignment - 1) & -kParameterAlignment;
   const std::shared_ptr<void> parameter(std::aligned_alloc(kParameterAlignment, room), std::free);
   std::memcpy(parameter.get(), parameters[0], bytes);
-  return enqueue(stream, [=] { kernel->emulate(grid.x, grid.y, grid.z, cluster.y, threads.x, parameter.get()); });
+  return enqueue(stream, [=] {
+    const Guard guard(kernel->running);
+    kernel->emulate(grid.x, grid.y, grid.z, cluster.y, threads.x, parameter.get());
+  });
 }
 
 /// CUlaunchAttribute and CUlaunchConfig.
