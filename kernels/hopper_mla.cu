@@ -59,7 +59,7 @@ extern "C" __global__ void __launch_bounds__(Shape::kThreads, 1)
 #pragma unroll 1
     while (work.tile.num_rows != 0) {
       Loader(params, buffers).load(number);
-      __syncthreads();
+      xa::hopper_mla::sync_cta<Shape>();
       if (threadIdx.x / 32 == Shape::kThreads / 32 - 1) {
         const xa::WorkRangeIterator<Unit> iterator(attention, work, range, index.index);
         iterator.next(threadIdx.x % 32);
@@ -75,7 +75,7 @@ extern "C" __global__ void __launch_bounds__(Shape::kThreads, 1)
 #pragma unroll 1
     while (work.tile.num_rows != 0) {
       xa::hopper_mla::compute_tile<Shape, T, LogitsTransform>(attention, buffers, number, warpgroup);
-      __syncthreads();
+      xa::hopper_mla::sync_cta<Shape>();
       xa::hopper_mla::sync_cluster<Shape>();
     }
     if (buffers.cta_rank() == 0) xa::store_split_record<Shape::kTileRows>(attention, work, range, index.index);

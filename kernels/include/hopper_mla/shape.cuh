@@ -183,11 +183,18 @@ class Buffers {
   uint32_t address_;
 };
 
+/// Waits for all threads of the CTA. Not __syncthreads, which all of them would have to call at the same place: load
+/// and compute warps wait in loops of their own.
+template <typename Shape>
+__device__ __forceinline__ void sync_cta() {
+  hopper::ptx::named_barrier_sync(2, Shape::kThreads);
+}
+
 /// Waits for all threads of the cluster. What they have stored is visible then.
 template <typename Shape>
 __device__ __forceinline__ void sync_cluster() {
   if constexpr (Shape::kCtas == 1) {
-    __syncthreads();
+    sync_cta<Shape>();
   } else {
     xa::ptx::cluster_arrive();
     xa::ptx::cluster_wait();
