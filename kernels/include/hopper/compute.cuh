@@ -215,7 +215,7 @@ __device__ __forceinline__ void compute_tiles(const HopperPrefillParams& prefill
     }
     // While the products run, and held there: this softmax has nothing to overlap with. With a transform or with bounds
     // of the rows' keys it would spill.
-    constexpr bool kMasksEarly = !kTransforms && !Shape::kHasKeyRanges;
+    constexpr bool kMasksEarly = !kTransforms && !Shape::kTakesKeyRanges;
     [[maybe_unused]] VisibleColumns columns = {};
     if constexpr (kMasksEarly) {
       columns = visible_columns<kKeys / 8>(prefill, tile, warp_row, block * kKeys);

@@ -32,7 +32,6 @@ struct F32PrefillShape : Config {
   static constexpr bool kOutputTypeAtRunTime = false;
   static constexpr bool kHasPaddingHeads = false;
   static constexpr bool kHasWarpgroupBlocks = false;
-  static constexpr bool kHasKeyRanges = false;
 
   using Atom = SwizzleAtom<64>;
   /// kRows rows of kColumns columns, [part][atom column][row].

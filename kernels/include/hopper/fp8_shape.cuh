@@ -23,7 +23,6 @@ struct Fp8PrefillShape : Config {
   static constexpr int kClusterSize = 1, kNoRows = 0;
   /// As in PrefillShape.
   static constexpr bool kHasWarpgroupBlocks = Config::kWarpgroups > 1 && Config::kStages > 2;
-  static constexpr bool kHasKeyRanges = false;
   using Tile = std::conditional_t<kHasWarpgroupBlocks, WarpgroupTile, PrefillTile>;
   static constexpr int kRows = 64 * Config::kWarpgroups;
   static constexpr int kComputeThreads = 128 * Config::kWarpgroups;

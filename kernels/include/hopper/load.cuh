@@ -60,7 +60,7 @@ class TmaLoader {
     next_box_ = find_box(block - 1);
     const int32_t first_key = block * Shape::kKeys;
     bool clears = kClears && (first_key < tile_->visible_begin || first_key + Shape::kKeys > tile_->visible_end);
-    if constexpr (kClears && Shape::kHasKeyRanges) clears |= tile_->has_gaps != 0;
+    if constexpr (kClears && Shape::kTakesKeyRanges) clears |= tile_->has_gaps != 0;
     Barrier full = kOfKeys ? pipeline_.keys_full(state) : pipeline_.loaded_values_full(state);
     if (clears) full = pipeline_.partial_values_full(partial_blocks_);
     const uint32_t to = kOfKeys ? pipeline_.keys(state.stage) : pipeline_.loaded_values(state.stage);
@@ -99,7 +99,7 @@ class TmaLoader {
     };
     clear_rows(0, tile_->visible_begin - first_key);
     clear_rows(tile_->visible_end - first_key, Shape::kKeys);
-    if constexpr (Shape::kHasKeyRanges) clear_gaps<Shape, Block>(params_, *tile_, to, first_key);
+    if constexpr (Shape::kTakesKeyRanges) clear_gaps<Shape, Block>(params_, *tile_, to, first_key);
     ptx::fence_proxy_async_shared();
     __syncwarp();
     if (lane_ == 0) pipeline_.values_full(state).arrive();
@@ -386,7 +386,7 @@ __device__ __forceinline__ void load_blocks_with(Loader loader, const HopperPref
     int32_t block = tile.end_block - 1;
     if (tile.work.tile.num_rows > Shape::kNoRows && block >= tile.first_block) {
       int32_t wanted_at = min(tile.first_block + kBlocksToGo, block);
-      if constexpr (Shape::kHasKeyRanges) {
+      if constexpr (Shape::kTakesKeyRanges) {
         // That block may be passed over.
         if (tile.has_gaps != 0) wanted_at = block;
       }

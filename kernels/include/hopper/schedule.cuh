@@ -319,7 +319,7 @@ __device__ __forceinline__ void schedule_tiles(const HopperPrefillParams& params
     typename Shape::Tile& tile = pipeline.tile(state);
     scheduler.locate(index, tile);
     __syncwarp();
-    if constexpr (Shape::kHasKeyRanges) {
+    if constexpr (Shape::kTakesKeyRanges) {
       if (tile.work.tile.num_rows > kNoRows) narrow_to_key_ranges<Shape>(params, tile);
     }
     rows = tile.work.tile.num_rows;

@@ -59,37 +59,17 @@ struct KeyRangeTile : PrefillTile {
   uint32_t attended[kMarkedBlocks / 32];  // with gaps: a bit per block from first_block on, set if a row attends to it
 };
 
-/// Whether a row of tiles::HopperPrefill is for query rows with bounds of their keys.
-template <typename Config>
-constexpr bool kIsForKeyRanges = false;
-template <int kBytes, typename Logits>
-constexpr bool kIsForKeyRanges<tiles::HopperPrefill<kBytes, tiles::head_dim_64_key_ranges, Logits>> = true;
-template <int kBytes, typename Logits>
-constexpr bool kIsForKeyRanges<tiles::HopperPrefill<kBytes, tiles::head_dim_128_key_ranges, Logits>> = true;
-template <int kBytes, typename Logits>
-constexpr bool kIsForKeyRanges<tiles::HopperPrefill<kBytes, tiles::head_dim_256_key_ranges, Logits>> = true;
-
 /// Whether a row of tiles::HopperPrefill is for a logits transform.
 template <typename Config>
 constexpr bool kTransformsLogits = true;
 template <int kBytes, typename HeadDim>
 constexpr bool kTransformsLogits<tiles::HopperPrefill<kBytes, HeadDim, tiles::logits_none>> = false;
 
-/// CTAs per cluster of a row of tiles::HopperPrefill.
-template <typename Config>
-constexpr int kCtasPerCluster = 1;
-template <int kBytes, typename Logits>
-constexpr int kCtasPerCluster<tiles::HopperPrefill<kBytes, tiles::head_dim_192_cluster, Logits>> = 2;
-template <int kBytes, typename Logits>
-constexpr int kCtasPerCluster<tiles::HopperPrefill<kBytes, tiles::head_dim_256_cluster, Logits>> = 2;
-template <int kBytes, typename Logits>
-constexpr int kCtasPerCluster<tiles::HopperPrefill<kBytes, tiles::head_dim_512_cluster, Logits>> = 2;
-
 /// `Config` is a row of tiles::HopperPrefill (kernels/variants.toml).
 template <typename Config, Storage kStorage_>
 struct PrefillShape : Config {
   /// The CTAs of a cluster work on adjacent tiles of a KV head at the same time and load K and V for each other.
-  static constexpr int kClusterSize = kCtasPerCluster<Config>;
+  static constexpr int kClusterSize = Config::kCtasPerCluster;
   /// QoTile::num_rows of what follows the last tile. In a cluster, a CTA's tile may have no rows, but takes part in the
   /// loads of the other one's keys.
   static constexpr int kNoRows = kClusterSize > 1 ? -1 : 0;
@@ -98,10 +78,9 @@ struct PrefillShape : Config {
   /// Whether a warpgroup passes over the blocks of a tile that no row of its own attends to. It is then up to a block
   /// ahead of the others, which delays the loads of all unless there is a third stage.
   static constexpr bool kHasWarpgroupBlocks = !Config::kSplitsKeys && Config::kWarpgroups > 1 && Config::kStages > 2;
-  static constexpr bool kHasKeyRanges = kIsForKeyRanges<Config>;
   using Tile =
       std::conditional_t<Config::kSplitsKeys, SplitKvTile,
-                         std::conditional_t<kHasKeyRanges, KeyRangeTile,
+                         std::conditional_t<Config::kTakesKeyRanges, KeyRangeTile,
                                             std::conditional_t<kHasWarpgroupBlocks, WarpgroupTile, PrefillTile>>>;
   /// Warpgroups with the same rows, and the columns of O of each.
   static constexpr int kColumnWarpgroups = kValueDim > 256 ? 2 : 1, kOutputColumns = kValueDim / kColumnWarpgroups;
@@ -181,7 +160,7 @@ struct PrefillShape : Config {
                     65536 / Config::kCtasPerSm / kThreads / 8 * 8 * kThreads,
                 "setmaxnreg redistributes the registers that the CTA was launched with");
   static_assert(Config::kKeys % 16 == 0 && kHeadDim % 32 == 0 && kValueDim % 32 == 0);
-  static_assert(!kHasKeyRanges || (kHasLeanLoop && kStorage == Storage::contiguous && !kHasWarpgroupBlocks));
+  static_assert(!Config::kTakesKeyRanges || (kHasLeanLoop && kStorage == Storage::contiguous && !kHasWarpgroupBlocks));
   static_assert(kColumnWarpgroups == 1 || Config::kWarpgroups == kColumnWarpgroups);
 };
 

@@ -136,7 +136,7 @@ impl HopperPrefill {
 
     /// Queries of the tiles of a cluster's CTAs.
     fn queries_per_cluster(&self) -> i64 {
-        self.queries_per_tile() * i64::from(self.tile.ctas_per_cluster())
+        self.queries_per_tile() * i64::from(self.tile.ctas_per_cluster)
     }
 
     /// Whether prefill computes the short sequences too, which saves decode's launches. If sequences are long on average, or the
@@ -171,11 +171,11 @@ impl HopperPrefill {
         let (kernel, parameter) = match self.tile.bytes {
             1 => (FP8_KERNEL, Parameter::Prefill(of)),
             4 => (F32_KERNEL, Parameter::Prefill(of)),
-            _ if self.tile.is_for_key_ranges() => (KEY_RANGES_KERNEL, Parameter::PrefillKeyRanges(of)),
+            _ if self.tile.takes_key_ranges => (KEY_RANGES_KERNEL, Parameter::PrefillKeyRanges(of)),
             _ => (KERNEL, Parameter::Prefill(of)),
         };
         let launch = Launch::new(kernel, self.variant(kernel, problem)?, self.shape(problem, tiles, device), parameter);
-        let attributes = LaunchAttributes { cluster: self.tile.ctas_per_cluster(), starts_early: !next_tile.is_null() };
+        let attributes = LaunchAttributes { cluster: self.tile.ctas_per_cluster, starts_early: !next_tile.is_null() };
         Ok(Launch { attributes, next_tile, ..launch })
     }
 
@@ -189,7 +189,7 @@ impl HopperPrefill {
         match self.tile.bytes {
             1 => variants::find(kernel, &[head_dim, storage, logits]),
             4 => variants::find(kernel, &[head_dim, logits]),
-            _ if self.tile.is_for_key_ranges() => {
+            _ if self.tile.takes_key_ranges => {
                 variants::find(kernel, &[variants::dtype_value(problem.q.dtype), head_dim])
             }
             _ => variants::find(kernel, &[variants::dtype_value(problem.q.dtype), head_dim, storage, logits]),
@@ -208,13 +208,13 @@ impl HopperPrefill {
     /// As many clusters as run at the same time, fewer if there are fewer tiles; `tiles` is the number per KV head.
     fn shape(&self, problem: &Attention, tiles: i64, device: &Device) -> LaunchConfig {
         let all = tiles.max(1) * self.num_packs(problem);
-        let grid = [all.min(self.max_clusters(device)) as u32, self.tile.ctas_per_cluster(), 1];
+        let grid = [all.min(self.max_clusters(device)) as u32, self.tile.ctas_per_cluster, 1];
         LaunchConfig { grid, threads: self.tile.threads(), shared_memory: self.tile.shared_bytes }
     }
 
     /// Number of clusters that run at the same time; most have one CTA.
     fn max_clusters(&self, device: &Device) -> i64 {
-        i64::from((device.sms * self.tile.ctas_per_sm / self.tile.ctas_per_cluster()).max(1))
+        i64::from((device.sms * self.tile.ctas_per_sm / self.tile.ctas_per_cluster).max(1))
     }
 
     /// Query heads of a pack, without padding heads.

@@ -61,25 +61,15 @@ impl HopperPrefillTile {
         self.ctas_per_sm > 1
     }
 
-    /// CTAs of a cluster, which compute adjacent tiles of a KV head and load K and V for each other. Others have one.
-    pub(in crate::cuda::attention) fn ctas_per_cluster(&self) -> u32 {
-        if self.head_dim.ends_with("_cluster") { 2 } else { 1 }
-    }
-
-    /// Whether the tile is for rows with bounds of their keys. Others are for rows without them.
-    pub(super) fn is_for_key_ranges(&self) -> bool {
-        self.head_dim.ends_with("_key_ranges")
-    }
-
     /// Whether the tile takes the call's bounds of keys, or that it has none.
-    fn takes_key_ranges(&self, problem: &Attention) -> bool {
+    fn suits_key_ranges(&self, problem: &Attention) -> bool {
         let has_ranges = !problem.queries.key_ranges.is_none();
-        self.is_for_key_ranges() == has_ranges
+        self.takes_key_ranges == has_ranges
             && (!has_ranges || matches!(problem.keys.storage, KeyStorage::Contiguous { .. }))
     }
 
     fn is_for_clusters(&self) -> bool {
-        self.ctas_per_cluster() > 1
+        self.ctas_per_cluster > 1
     }
 
     /// Whether a tile for short sequences has blocks of other sizes than the general one.
@@ -99,7 +89,7 @@ impl HopperPrefillTile {
     fn takes_clusters(&self, problem: &Attention, pack_gqa: i64) -> bool {
         let (rows, seqs) = (problem.num_rows as i64, (problem.max_seqs as i64).max(1));
         let (packed, longest) = (rows / seqs * pack_gqa, problem.queries.longest as i64);
-        let cluster_rows = i64::from(self.ctas_per_cluster()) * self.rows();
+        let cluster_rows = i64::from(self.ctas_per_cluster) * self.rows();
         let is_even = rows % seqs == 0
             && cluster_rows % pack_gqa == 0
             && packed % cluster_rows == 0
@@ -183,6 +173,6 @@ impl HopperPrefillTile {
             && self.bytes == bytes
             && self.has_columns(problem)
             && transforms
-            && self.takes_key_ranges(problem)
+            && self.suits_key_ranges(problem)
     }
 }
