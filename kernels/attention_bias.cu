@@ -7,6 +7,7 @@
 // Launch: Shape::kThreads threads, a grid of Hkv * n, n at least the number of tiles per KV head, Shape::kSharedBytes
 // of dynamic shared memory and what BiasTile has.
 
+#include "column_warps.cuh"
 #include "element.cuh"
 #include "fp8.cuh"
 #include "logits_transform.cuh"
@@ -27,15 +28,15 @@ template <typename Shape, typename T>
 __device__ __forceinline__ void attend_tile(const AttentionParams& params, const BiasSource& bias, const WorkTile& work,
                                             uint8_t* shared) {
   const uint32_t query_rows = ptx::shared_address(shared);
-  const int32_t warp_row = threadIdx.x / 32 * 16 * Shape::kRowTiles;
-  SoftmaxState<Shape::kRowTiles, Shape::kHeadDim / 8> state;
+  const int32_t warp_row = threadIdx.x / (32 * Shape::kColumnWarps) * 16 * Shape::kRowTiles;
+  SoftmaxState<Shape::kRowTiles, Shape::kWarpColumns / 8> state;
   fetch_query<Shape, T, T>(params, work, shared, nullptr);
   const BiasTile<Shape, T> tile(params, bias, work, warp_row, shared);
   const logits_bias<Shape, T> transform(params, tile);
   attend_with_rows<Shape, T, T>(state, params, work, query_rows + Shape::kRingsOffset, warp_row, query_rows, transform);
   const RowWriter<T, false> writer(params, work.tile, work.kv_head);
-  write_warp_rows<Shape, T>(params, writer, state, warp_row, 0, shared + warp_row * Shape::kQueryPitch,
-                            transform.log2_unit());
+  write_warp_rows<Shape, T>(params, writer, state, warp_row, first_warp_column<Shape>(),
+                            shared + warp_row * Shape::kQueryPitch, transform.log2_unit());
 }
 
 }  // namespace xa

@@ -8,6 +8,7 @@
 // Launch: Shape::kThreads threads, a grid of Hkv * n, n at least the number of tiles per KV head, Shape::kSharedBytes
 // of dynamic shared memory.
 
+#include "column_warps.cuh"
 #include "element.cuh"
 #include "fp8.cuh"
 #include "key_range_loop.cuh"
@@ -45,16 +46,15 @@ __device__ __forceinline__ void attend_tile(const AttentionParams& params, const
                                             uint8_t* shared) {
   const uint32_t query_rows = ptx::shared_address(shared);
   float* const row_factors = Shape::kIsFp8 ? reinterpret_cast<float*>(shared + Shape::kFactorsOffset) : nullptr;
-  SoftmaxState<Shape::kRowTiles, Shape::kHeadDim / 8> state;
+  SoftmaxState<Shape::kRowTiles, Shape::kWarpColumns / 8> state;
   const LogitsTransform transform(params, row_factors);
   fetch_query<Shape, T, Stored>(params, work, shared, row_factors);
-  const int32_t warp_row = threadIdx.x / 32 * 16 * Shape::kRowTiles;
+  const int32_t warp_row = threadIdx.x / (32 * Shape::kColumnWarps) * 16 * Shape::kRowTiles;
   attend_with_ranges<Shape, T, Stored, false>(state, params, work, RowRanges<Shape::kRows>(rows),
                                               shared + Shape::kRingsOffset, warp_row, query_rows, transform);
   const RowWriter<T, Shape::kIsFp8> writer(params, work.tile, work.kv_head);
-  static_assert(Shape::kColumnWarps == 1, "a warp has whole rows");
-  write_warp_rows<Shape, T>(params, writer, state, warp_row, 0, shared + warp_row * Shape::kQueryPitch,
-                            transform.log2_unit());
+  write_warp_rows<Shape, T>(params, writer, state, warp_row, first_warp_column<Shape>(),
+                            shared + warp_row * Shape::kQueryPitch, transform.log2_unit());
 }
 
 }  // namespace xa

@@ -10,6 +10,7 @@
 
 #include <climits>
 
+#include "column_warps.cuh"
 #include "element.cuh"
 #include "fixed_splits.cuh"
 #include "fp8.cuh"
@@ -66,10 +67,10 @@ __device__ __forceinline__ void attend_split(const RowMaskParams& params, WorkTi
   const uint32_t query_rows = ptx::shared_address(shared);
   float* const row_factors = Shape::kIsFp8 ? reinterpret_cast<float*>(shared + Shape::kFactorsOffset) : nullptr;
   find_ranges<Shape>(params, work, range, rows);
-  SoftmaxState<1, Shape::kHeadDim / 8> state;
+  SoftmaxState<1, Shape::kWarpColumns / 8> state;
   const LogitsTransform transform(attention, row_factors);
   fetch_query<Shape, T, Stored>(attention, work, shared, row_factors);
-  const int32_t warp_row = threadIdx.x / 32 * 16;
+  const int32_t warp_row = threadIdx.x / (32 * Shape::kColumnWarps) * 16;
   const RowMasks<Shape::kRows> masks(params, work.tile, rows);
   attend_with_ranges<Shape, T, Stored, true>(state, attention, work, masks, shared + Shape::kRingsOffset, warp_row,
                                              query_rows, transform);

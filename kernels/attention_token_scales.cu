@@ -4,9 +4,10 @@
 // Compiled once for each combination of
 //   XA_DTYPE     i8, fp8, fp8_shifted: of K and V, converted to f16 (include/fp8.cuh)
 //   XA_HEAD_DIM  the bucket: serves head dimensions up to it, which are padded with zeros in shared memory
-//   XA_SHAPE     prefill, decode (include/tile_shape.cuh)
+//   XA_SHAPE     prefill, prefill_scales, decode (include/tile_shape.cuh)
 // Launch: as attention.cu, with the memory of the scales besides: Shape::kScaleBytes per stage and ring.
 
+#include "column_warps.cuh"
 #include "decode.cuh"
 #include "decode_loop.cuh"
 #include "element.cuh"
@@ -30,14 +31,14 @@ __device__ __forceinline__ void attend_tile(const TokenScaleParams& params, cons
   float* const row_factors = reinterpret_cast<float*>(shared + Shape::kFactorsOffset);
   const logits_softcap_alibi transform(attention, row_factors);
   const TokenScales<Shape> scales(params, work, query_rows + Shape::kRingsOffset);
-  TokenScaleState<Shape::kRowTiles, Shape::kHeadDim / 8> state;
+  TokenScaleState<Shape::kRowTiles, Shape::kWarpColumns / 8> state;
   fetch_query<Shape, T, Stored>(attention, work, shared, row_factors);
-  const int32_t warp_row = threadIdx.x / 32 * 16 * Shape::kRowTiles;
+  const int32_t warp_row = threadIdx.x / (32 * Shape::kColumnWarps) * 16 * Shape::kRowTiles;
   attend_with_rows<Shape, T, Stored>(state, attention, work, query_rows + Shape::kRingsOffset, warp_row, query_rows,
                                      transform, scales);
   const RowWriter<T, true> writer(attention, work.tile, work.kv_head);
-  write_warp_rows<Shape, T>(attention, writer, state, warp_row, 0, shared + warp_row * Shape::kQueryPitch,
-                            transform.log2_unit());
+  write_warp_rows<Shape, T>(attention, writer, state, warp_row, first_warp_column<Shape>(),
+                            shared + warp_row * Shape::kQueryPitch, transform.log2_unit());
 }
 
 }  // namespace xa
@@ -56,7 +57,7 @@ extern "C" __global__ void __launch_bounds__(Shape::kThreads, Shape::kCtasPerSm)
   auto& work = *reinterpret_cast<xa::WorkTile*>(shared + Shape::kWorkTileOffset);
   if constexpr (Shape::kSplitsKeys) {
     using Scales = xa::TokenScales<Shape>;
-    using State = xa::TokenScaleState<1, Shape::kHeadDim / 8>;
+    using State = xa::TokenScaleState<1, Shape::kWarpColumns / 8>;
     const xa::WorkRangeIndex index = {static_cast<int32_t>(blockIdx.y), static_cast<int32_t>(gridDim.y)};
     const uint32_t rings = xa::ptx::shared_address(shared) + Shape::kRingsOffset;
     xa::decode_work_range<Shape, Compute, Stored, xa::logits_softcap_alibi, true>(

@@ -4,6 +4,7 @@
 
 #include <cstdint>
 
+#include "column_warps.cuh"
 #include "element.cuh"
 #include "key_ranges.cuh"
 #include "paged_rows.cuh"
@@ -55,14 +56,15 @@ template <typename Shape, typename T, typename Stored, bool kLeavesOutIdleWarps,
 __device__ __forceinline__ void attend_with_ranges(State& state, const AttentionParams& params, const WorkTile& work,
                                                    const Ranges& ranges, uint8_t* ring_memory, int32_t warp_row,
                                                    uint32_t query_rows, const LogitsTransform& transform) {
-  using Math = TileMath<T, Stored, typename Shape::Rows, Shape::kRowTiles, Shape::kKeys, Shape::kHeadDim>;
-  constexpr int kStages = Shape::kStages;
+  using Math = TileMath<T, Stored, typename Shape::Rows, Shape::kRowTiles, Shape::kKeys, Shape::kWarpColumns>;
+  constexpr int kStages = Shape::kStages, kColumnWarps = Shape::kColumnWarps;
   constexpr bool kHoldsQuery = Shape::kRowTiles == 1 && Shape::kQueryRowBytes <= 256;
   constexpr int kPending = 2 * kStages - 2;
   static_assert(Shape::kKeys <= 64, "attended_64");
   constexpr uint64_t kBlockKeys = ~uint64_t{0} >> (64 - Shape::kKeys);
   const RowLoader<Stored, Shape::kHeadDim, Shape::kKeysPerLoad> loader(params, work);
   const int32_t first_own_key = threadIdx.x / 32 * Shape::kKeysPerLoad;
+  const int32_t first_column = first_warp_column<Shape>();
   const uint32_t ring = ptx::shared_address(ring_memory);
   const auto keys = [&](int stage) { return ring + stage * Shape::kBlockBytes; };
   const auto values = [&](int stage) { return keys(kStages + stage); };
@@ -90,8 +92,8 @@ __device__ __forceinline__ void attend_with_ranges(State& state, const Attention
 
   ptx::cp_async_wait<2 * kStages - 1>();
   __syncthreads();
-  QueryFragments<Shape::kRowTiles, Shape::kHeadDim, sizeof(T), kHoldsQuery> query(query_rows +
-                                                                                  warp_row * Shape::kQueryPitch);
+  QueryFragments<Shape::kRowTiles, Shape::kHeadDim, sizeof(T), kHoldsQuery, Shape::kWarpColumns> query(
+      query_rows + warp_row * Shape::kQueryPitch + first_column * static_cast<int32_t>(sizeof(T)));
   query.fill();
 
   const bool is_idle = kLeavesOutIdleWarps && warp_row >= work.tile.num_rows;
@@ -100,9 +102,20 @@ __device__ __forceinline__ void attend_with_ranges(State& state, const Attention
   while (blocks[0] < work.keys.end) {
     const int32_t first_key = blocks[0];
     float scores[Shape::kRowTiles][Shape::kKeys / 8][4];
-    if (!is_idle) Math::scores(scores, query, keys(stage), params);
+    if (!is_idle) {
+      Math::scores(scores, query, keys(stage) + first_column * static_cast<int32_t>(sizeof(Stored)), params);
+    }
     ptx::cp_async_wait<kPending>();
     __syncthreads();
+    if constexpr (kColumnWarps > 1) {
+      // As in prefill_loop.cuh.
+      const int32_t warp = threadIdx.x / 32, first = warp / kColumnWarps * kColumnWarps;
+      constexpr int kWarpBytes = Shape::kKeysPerLoad * Shape::Rows::kPitch;
+      const auto barrier = [&] { ptx::barrier_sync<32 * kColumnWarps>(1 + warp / kColumnWarps); };
+      if (!is_idle) {
+        add_up_columns<kColumnWarps>(scores, keys(stage) + first * kWarpBytes, kWarpBytes, warp - first, barrier);
+      }
+    }
 
     const bool masked = first_key < work.keys.common_begin || first_key + Shape::kKeys > work.keys.common_end;
 #pragma unroll
@@ -124,7 +137,10 @@ __device__ __forceinline__ void attend_with_ranges(State& state, const Attention
         __syncthreads();
       }
     }
-    if (!is_idle) Math::accumulate(state.output, scores, values(stage), params);
+    if (!is_idle) {
+      Math::accumulate(state.output, scores, values(stage) + first_column * static_cast<int32_t>(sizeof(Stored)),
+                       params);
+    }
 
     // After this barrier V's stage is free and the next block of K has arrived.
     ptx::cp_async_wait<kPending>();

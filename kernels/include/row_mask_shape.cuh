@@ -17,8 +17,10 @@ namespace xa {
 template <typename T, typename Stored, int kHeadDim_>
 struct RowMaskShape : tiles::RowMasks<sizeof(Stored), kHeadDim_> {
   using Config = tiles::RowMasks<sizeof(Stored), kHeadDim_>;
-  static constexpr int kHeadDim = kHeadDim_, kWarpColumns = kHeadDim, kColumnWarps = 1;
-  static constexpr int kWarps = 4, kThreads = 32 * kWarps, kRowTiles = 1, kRows = 16 * kWarps;
+  static constexpr int kHeadDim = kHeadDim_;
+  static constexpr int kWarps = 4, kThreads = 32 * kWarps, kRowTiles = 1;
+  /// Columns of Q, K, V and O of a warp, which has 16 rows.
+  static constexpr int kWarpColumns = kHeadDim / Config::kColumnWarps, kRows = 16 * kWarps / Config::kColumnWarps;
   /// Rows of a block that one warp copies.
   static constexpr int kKeysPerLoad = Config::kKeys / kWarps;
   static constexpr bool kIsFp8 = sizeof(Stored) == 1;
@@ -34,7 +36,7 @@ struct RowMaskShape : tiles::RowMasks<sizeof(Stored), kHeadDim_> {
   static constexpr int kFactorsOffset = kRangesOffset + kRows * static_cast<int>(sizeof(RowRange));
   static constexpr int kKeptStatesOffset = kFactorsOffset + (kIsFp8 ? 4 * kRows : 0);
   /// Only launches with fixed-size splits have this memory: the elements of a thread's SoftmaxState.
-  static constexpr int kKeptStatesBytes = kThreads * (4 + kHeadDim / 2) * 4;
+  static constexpr int kKeptStatesBytes = kThreads * (4 + kWarpColumns / 2) * 4;
   /// Elsewhere batch_invariant leaves tiles whole.
   static constexpr bool kHasFixedSplits = kKeptStatesOffset + kKeptStatesBytes <= 163 * 1024;
 

@@ -9,12 +9,13 @@
 //              |-------|-------|-------|-------|-------|---            of the operand
 //     shared            [       |       |       |       ]              a row's chunks; the row begins at its shift
 //
-// f32 rows of 256 columns leave no shared memory on GPUs that have 99 KB: their bias is read where it is.
+// Rows of 1024 bytes leave no shared memory on GPUs that have 99 KB: their bias is read where it is.
 #pragma once
 
 #include <cstdint>
 #include <type_traits>
 
+#include "column_warps.cuh"
 #include "element.cuh"
 #include "logits_transform.cuh"
 #include "params/attention.cuh"
@@ -112,10 +113,12 @@ class BiasTile {
   static_assert(Shape::kStages == 1, "the next block is staged when this one has been computed");
 
  public:
-  /// Each warp finds its own rows, which begin at row `warp_row` of the tile.
+  /// Each warp finds its own rows, which begin at row `warp_row` of the tile; of warps with the same rows the first
+  /// one.
   __device__ __forceinline__ BiasTile(const AttentionParams& params, const BiasSource& bias, const WorkTile& work,
                                       int32_t warp_row, uint8_t* shared)
       : bias_(bias), shared_(shared + Shape::kSharedBytes) {
+    if (first_warp_column<Shape>() != 0) return;
     const RowMap map(params, work.tile, work.kv_head);
     for (int32_t row = warp_row + static_cast<int32_t>(threadIdx.x % 32); row < warp_row + kWarpRows; row += 32) {
       row_at(row) = row < work.tile.num_rows
@@ -129,10 +132,11 @@ class BiasTile {
   /// have read the block before.
   __device__ __forceinline__ void fetch(int32_t first_key) const {
     if constexpr (kStages) {
+      if (first_warp_column<Shape>() != 0) return;
       with_bias_type<T>(bias_, [&](auto type) { stage<decltype(type)>(first_key); });
     }
   }
-  /// Multiplies the scores of the block by `factor` and adds the bias. It has been staged, and the warp's lanes have
+  /// Multiplies the scores of the block by `factor` and adds the bias. It has been staged, and the CTA's threads have
   /// passed a barrier since.
   __device__ __forceinline__ void add(float (&scores)[Shape::kRowTiles][kKeyTiles][4], float factor,
                                       int32_t first_key) const {
@@ -162,7 +166,7 @@ class BiasTile {
     int32_t lane;
     __device__ __forceinline__ Place() {
       const int32_t thread = ptx::opaque(threadIdx.x);
-      row = thread / 32 * kWarpRows;
+      row = thread / (32 * Shape::kColumnWarps) * kWarpRows;
       lane = thread % 32;
     }
   };
@@ -256,7 +260,7 @@ struct logits_bias : logits_softcap_alibi {
   __device__ __forceinline__ void apply_to_block(float (&scores)[kRowTiles][kKeyTiles][4], const WorkTile& work,
                                                  int32_t warp_row, int32_t first_key) const {
     constexpr float kLn2 = 0.693147180559945309f;
-    constexpr bool kHasFactor = kRowTiles * (Shape::kKeys + Shape::kHeadDim) <= 288;
+    constexpr bool kHasFactor = kRowTiles * (Shape::kKeys + Shape::kWarpColumns) <= 288;
     float factor = kLn2;
     if (!kHasFactor || this->params_.softcap_log2 > 0.0f || this->params_.alibi_slopes != nullptr) {
 #pragma unroll

@@ -1,7 +1,8 @@
 // Tile shapes of the portable attention kernels, by work shape, element type and head dimension (the tiles of
 // variants.toml), and their shared memory.
 //
-// prefill:       each warp has its own rows; all warps read the same blocks of keys.
+// prefill:       each warp has its own rows; all warps read the same blocks of keys. prefill_scales is for rows with
+//                scales past 256 columns, which leave no room for as many keys.
 // decode:        the warps share 16 rows; warp w has every kKeyWarps-th block of keys. Their states are merged.
 // Past 256 columns, the accumulators of a row do not fit one warp: several warps have the same rows and keys but
 // different columns (column_warps.cuh).
@@ -37,8 +38,9 @@ struct TileShape : tiles::Attention<Shape, sizeof(Stored), kHeadDim_> {
   static constexpr int kWarpColumns = kHeadDim / Config::kColumnWarps;
   static constexpr int kThreads = 32 * kWarps;
   static constexpr int kRows = 16 * Config::kRowTiles * Config::kRowWarps;
-  /// Whether the keys of a tile are divided, between warps or between CTAs: all shapes but prefill.
-  static constexpr bool kSplitsKeys = !std::is_same_v<Shape, tiles::shape_prefill>;
+  /// Whether the keys of a tile are divided, between warps or between CTAs: all shapes but those of prefill.
+  static constexpr bool kSplitsKeys =
+      !std::is_same_v<Shape, tiles::shape_prefill> && !std::is_same_v<Shape, tiles::shape_prefill_scales>;
   static constexpr int kRings = kSplitsKeys ? kWarps : 1;
   /// Prefill: rows of a block that one warp copies.
   static constexpr int kKeysPerLoad = Config::kKeys / kWarps;
@@ -100,11 +102,11 @@ struct TileShape : tiles::Attention<Shape, sizeof(Stored), kHeadDim_> {
   static_assert(!kLoadsByTma || (kBarriersOffset % 8 == 0 && kBarriersOffset >= kWarpStatesBytes),
                 "mbarriers are aligned to 8 bytes and lie past the warps' states");
   static_assert(kRingsOffset % 128 == 0 && kRingBytes % 128 == 0, "rings begin at a multiple of 128 bytes");
-  static_assert(kScaleBytes == 0 || Config::kColumnWarps == 1, "token_scales.cuh");
   static_assert(kFixedSplitsOffset <= kMaxKilobytes * 1024,
                 "sm_86, sm_89 and sm_120 give a CTA 99 KB, sm_80 163, sm_90 227");
-  /// The longest rows of f32 leave no room: elsewhere, prefill takes all sequences of such calls.
-  static constexpr int kMaxFixedSplitsKilobytes = kQueryRowBytes > 1024 ? 163 : kMaxKilobytes;
+  /// The longest rows of f32, or with scales, leave no room: elsewhere, prefill takes all sequences of such calls.
+  static constexpr int kMaxFixedSplitsKilobytes =
+      Config::kColumnWarps > 1 && (sizeof(Stored) == 4 || kHasTokenScales) ? 163 : kMaxKilobytes;
   static_assert(kFixedSplitsOffset + kFixedSplitsBytes <= kMaxFixedSplitsKilobytes * 1024,
                 "batch_invariant needs kFixedSplitsBytes more");
 };

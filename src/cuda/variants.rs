@@ -99,6 +99,11 @@ pub(crate) fn find(kernel: &str, values: &[&str]) -> Result<usize> {
     })
 }
 
+/// Whether the table has the variant of `kernel` with these axis values.
+pub(crate) fn has(kernel: &str, values: &[&str]) -> bool {
+    lookup(kernel, values).is_some()
+}
+
 fn lookup(kernel: &str, values: &[&str]) -> Option<usize> {
     let kernel = KERNELS.iter().find(|k| k.name == kernel)?;
     debug_assert_eq!(kernel.axes.len(), values.len());

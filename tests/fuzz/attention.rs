@@ -195,12 +195,14 @@ fn case(generator: &mut Generator, target: Op, sizes: &ProblemSizes, stored: Sto
     let far = if sizes.alibi == Alibi::Off { [1 << 28, i32::MAX, i32::MIN] } else { [77, 99, -77] };
     let q_offset = (!paged && !sizes.config.mask.top_left && generator.chance(30))
         .then(|| (0..slots).map(|_| generator.one_of(&[0, 1, -1, 5, -9, 40, far[0], far[1], far[2]])).collect());
+    // GPUs have no kernel for both masks of rows and scales of rows.
+    let may_have_row_masks = target != Op::MlaPagedAttention && (stored.scale_cache.is_none() || runs_on_cpu());
     let bounds = |generator: &mut Generator| {
         let bounds = generator.lengths(sizes.rows, capacity);
-        generator.chance(if target == Op::MlaPagedAttention { 0 } else { 30 }).then_some(bounds)
+        generator.chance(if may_have_row_masks { 30 } else { 0 }).then_some(bounds)
     };
     let (k_start, k_end) = (bounds(generator), bounds(generator));
-    let tree_mask = (target == Op::PagedAttention && generator.chance(40)).then(|| {
+    let tree_mask = (target == Op::PagedAttention && may_have_row_masks && generator.chance(40)).then(|| {
         let q_max = generator.one_of(&[0, 1, 3, 8, 32, 40]);
         let count = slots * q_max * TreeMask::query_words(q_max);
         TreeMask { q_max, words: generator.lengths(count, 1 << 20) }

@@ -24,7 +24,7 @@ fn spec(seed: usize) -> BatchSpec {
     BatchSpec {
         dtypes: Dtypes::SCALED[seed % 6],
         heads: HEADS[(seed / 2 + seed / 6) % 6],
-        head_dim: [64, 128, 40, 256, 96, 192, 8, 80][(seed / 6 + seed) % 8],
+        head_dim: [64, 128, 40, 256, 96, 192, 8, 80, 512, 320][(seed / 6 + seed) % 10],
         lengths: LENGTHS.to_vec(),
         mask: if seed % 3 == 1 { Mask::sliding(24) } else { Mask::CAUSAL },
         softcap: if seed % 5 == 2 { 2.5 } else { 0.0 },
@@ -67,7 +67,7 @@ fn every_option_agrees_with_the_reference() {
 #[test]
 fn decode_of_every_type_and_width_agrees_with_the_reference() {
     let lengths = vec![(1, 700), (3, 40), (1, 16), (1, 1), (2, 130)];
-    for (index, head_dim) in [8, 16, 64, 72, 96, 128, 192, 256].into_iter().enumerate() {
+    for (index, head_dim) in [8, 16, 64, 72, 96, 128, 192, 256, 320, 512].into_iter().enumerate() {
         for dtypes in Dtypes::SCALED {
             let heads = [(1, 1), (8, 2), (9, 3), (16, 2), (32, 4)][index % 5];
             let spec = BatchSpec { dtypes, head_dim, heads, lengths: lengths.clone(), ..BatchSpec::default() };

@@ -26,7 +26,7 @@ fn spec(seed: usize) -> BatchSpec {
     BatchSpec {
         dtypes: DTYPES[seed % 6],
         heads: HEADS[seed / 2 % 4],
-        head_dim: [64, 128, 40, 256, 96, 192][(seed / 6 + seed) % 6],
+        head_dim: [64, 128, 40, 256, 96, 192, 512, 320][(seed / 6 + seed) % 8],
         lengths: LENGTHS.to_vec(),
         mask: if seed % 3 == 1 { Mask::sliding(24) } else { Mask::CAUSAL },
         tree: Some([40, 64, 70, 200][seed % 4]),

@@ -5,9 +5,9 @@ use crate::attention::Operator;
 use crate::attention::metadata::corrupt;
 use crate::attention::results::attend;
 use crate::support::{
-    ATTENTION_DTYPES, AttentionCase, BF16, Batch, BatchSpec, Dtype, Dtypes, F32, GradientCase, GradientOptions,
-    InvalidMetadata, KeyBounds, KvLayout, Mask, MemoryLayout, PairwiseOptions, ReferenceCase,
-    assert_named_matches_reference, shared_memory, skips_slow_test,
+    ATTENTION_DTYPES, AttentionCase, BF16, Batch, BatchSpec, Dtypes, F32, GradientCase, GradientOptions,
+    InvalidMetadata, KvLayout, Mask, MemoryLayout, PairwiseOptions, ReferenceCase, assert_named_matches_reference,
+    has_gradients, skips_slow_test,
 };
 use xla_attention::Op;
 
@@ -18,8 +18,6 @@ const HEAD_DIMS: [(usize, usize); 8] =
 const CALLS: PairwiseOptions = PairwiseOptions {
     head_dims: &HEAD_DIMS,
     heads: &[(1, 1), (4, 2), (5, 1), (16, 1)],
-    // Kernels for bounds of keys go up to 256.
-    key_bounds: &[KeyBounds::None],
     seed: 43,
     ..PairwiseOptions::ATTENTION
 };
@@ -35,22 +33,12 @@ fn every_pair_agrees_with_the_reference() {
     }
 }
 
-/// Whether the device has gradients of this dtype: those of f32 take more shared memory than some GPUs have.
-fn has_gradients(dtype: Dtype) -> bool {
-    dtype != F32 || shared_memory() > 128 * 1024
-}
-
-const GRADIENTS: PairwiseOptions = PairwiseOptions {
-    head_dims: CALLS.head_dims,
-    heads: CALLS.heads,
-    key_bounds: CALLS.key_bounds,
-    seed: 44,
-    ..PairwiseOptions::GRADIENTS
-};
+const GRADIENTS: PairwiseOptions =
+    PairwiseOptions { head_dims: CALLS.head_dims, heads: CALLS.heads, seed: 44, ..PairwiseOptions::GRADIENTS };
 
 #[test]
 fn every_pair_of_options_of_gradients_agrees_with_the_reference() {
-    let calls = GRADIENTS.calls().into_iter().filter(|(_, spec, ..)| has_gradients(spec.dtypes.q));
+    let calls = GRADIENTS.calls().into_iter().filter(|(_, spec, ..)| has_gradients(spec.dtypes.q, 512));
     for (seed, (_, spec, memory_layout, options)) in calls.enumerate() {
         let mut case = GradientCase::store(&spec.batch(), &memory_layout, options);
         assert_named_matches_reference(&format!("wide gradients {seed}"), &mut case);
@@ -62,7 +50,7 @@ fn gradients_of_every_dimension_agree_with_the_reference() {
     for (index, head_dim) in (264..=512).step_by(8).enumerate() {
         let value_dim = Some([head_dim, 520 - head_dim, 512][index % 3]);
         let dtype = ATTENTION_DTYPES[index / 3 % 3];
-        if !has_gradients(dtype) {
+        if !has_gradients(dtype, 512) {
             continue;
         }
         let lengths = vec![(1, 37), (18, 25), (40, 70), (33, 9)];
@@ -159,7 +147,7 @@ mod on_their_own_gpu {
     fn gradients_of_512_columns_are_chosen() {
         let Some(gpu) = Gpu::or_skip() else { return };
         let log = log();
-        for dtype in ATTENTION_DTYPES.into_iter().filter(|dtype| has_gradients(*dtype)) {
+        for dtype in ATTENTION_DTYPES.into_iter().filter(|dtype| has_gradients(*dtype, 512)) {
             let spec = BatchSpec { head_dim: 320, dtypes: dtype.into(), ..BatchSpec::default() };
             GradientCase::store(&spec.batch(), &MemoryLayout::contiguous(), GradientOptions::ALL)
                 .invocation()

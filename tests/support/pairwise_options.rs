@@ -233,8 +233,8 @@ impl PairwiseOptions {
     fn call(&self, row: &[usize], seed: u64) -> Option<(Op, BatchSpec, MemoryLayout, GradientOptions)> {
         let of = self.chosen(&row.iter().copied().enumerate().collect::<Vec<_>>());
         let (head_dim, value_dim) = of.head_dims?;
-        // Trees, of `paged_attention` and on GPUs up to 256 columns alone, are beside the covering array.
-        let has_trees = of.target? == Op::PagedAttention && head_dim.max(value_dim) <= 256;
+        // Trees, of `paged_attention` alone, are beside the covering array.
+        let has_trees = of.target? == Op::PagedAttention;
         let tree = [None, Some(18), Some(40)][seed as usize % 3].filter(|_| has_trees);
         let spec = BatchSpec {
             dtypes: of.dtypes?,

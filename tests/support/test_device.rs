@@ -1,7 +1,7 @@
 //! The device on which the operators' tests run: the CPU, through the handlers, or a GPU
 //! (`XLA_ATTENTION_TEST_DEVICE=cuda`).
 
-use super::{Array, HostPool, InlinePool, Invocation, Refusal, Side};
+use super::{Array, Dtype, F32, HostPool, InlinePool, Invocation, Refusal, Side};
 
 /// Whether the tests run on the CPU.
 pub fn runs_on_cpu() -> bool {
@@ -15,6 +15,12 @@ pub fn shared_memory() -> usize {
         return super::device::Gpu::shared_memory();
     }
     usize::MAX
+}
+
+/// Whether the device has gradients of this dtype and head dimension: those of f32 past 256 take more shared memory than some GPUs
+/// have.
+pub fn has_gradients(dtype: Dtype, head_dim: usize) -> bool {
+    dtype != F32 || head_dim <= 256 || shared_memory() > 128 * 1024
 }
 
 /// Whether to skip a test that takes more than 10 s on the CPU. CI, which sets `CI`, runs every test.

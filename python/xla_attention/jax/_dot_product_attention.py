@@ -135,8 +135,8 @@ def dot_product_attention(
     TypeError
         An option that is a compile-time constant is traced.
     NotImplementedError
-        Dropout; with ``fallback="error"`` also a dtype or head dimension that there is no kernel for (with a bias one
-        past 256); with ``fallback="xla"`` sinks or a soft cap in a call that JAX's function would have to compute.
+        Dropout; with ``fallback="error"`` also a dtype or head dimension that there is no kernel for; with
+        ``fallback="xla"`` sinks or a soft cap in a call that JAX's function would have to compute.
 
     Examples
     --------

@@ -104,7 +104,7 @@ mod tests {
     fn every_dtype_and_head_dimension_finds_a_kernel() {
         let plain = problem(64, 1, 8, 64);
         for dtype in [DType::F32, DType::F16, DType::BF16] {
-            for (dim, kilobytes) in (8..=256).step_by(8).flat_map(|dim| [99, 163, 227].map(|of| (dim, of))) {
+            for (dim, kilobytes) in (8..=512).step_by(8).flat_map(|dim| [99, 163, 227].map(|of| (dim, of))) {
                 let device = Device { shared_memory: kilobytes * 1024, ..device(true) };
                 for bias_bytes in [dtype.size() as u32, 4] {
                     let q = Tensor { dtype, ..plain.q };

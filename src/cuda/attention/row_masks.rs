@@ -16,8 +16,7 @@ use crate::error::{Error, Result};
 use crate::problem::attention::{Attention, KeyRanges, TreeMask};
 use std::ptr::null;
 
-/// Packed rows of a tile of `attention_row_masks`, and its threads (`kernels/include/row_mask_shape.cuh`).
-const ROWS: i64 = 64;
+/// Threads of `attention_row_masks` (`kernels/include/row_mask_shape.cuh`).
 const THREADS: u32 = 128;
 
 impl KeyRangeSource {
@@ -44,7 +43,8 @@ pub(super) fn launches<'c>(call: &Call<'c>) -> Result<Option<Launches<'c>>> {
     if queries.key_ranges.is_none() && queries.tree.is_none() {
         return Ok(None);
     }
-    let one_tile = (ROWS / call.group()).max(1);
+    let split = split_kernel(call.problem, &call.device)?;
+    let one_tile = (split.tile.rows() / call.group()).max(1);
     let short = queries.tree.map_or(one_tile, |tree| one_tile.max(tree.max_queries as i64));
     let longest = queries.longest as i64;
     let is_mostly_short = call.rows() <= call.seqs() || (1..=short).contains(&longest);
@@ -60,15 +60,19 @@ pub(super) fn launches<'c>(call: &Call<'c>) -> Result<Option<Launches<'c>>> {
         list.push(unsplit_launch(call, if are_all_long { 1 } else { max_queries + 1 }, long_sequences)?);
     }
     if !(long_sequences > 0 && are_all_long) {
-        list.extend(split_launches(call, max_queries, list.is_empty())?);
+        list.extend(split_launches(call, &split, max_queries, list.is_empty())?);
     }
     Ok(Some(Launches { list, store_new_tokens: false }))
 }
 
 /// The launches for sequences of up to `max_queries` queries.
-fn split_launches<'c>(call: &Call<'c>, max_queries: i64, is_first: bool) -> Result<Vec<Launch<'c>>> {
+fn split_launches<'c>(
+    call: &Call<'c>,
+    &SplitKernel { kernel, variant, tile }: &SplitKernel,
+    max_queries: i64,
+    is_first: bool,
+) -> Result<Vec<Launch<'c>>> {
     let Call { problem, device, .. } = call;
-    let (kernel, variant, tile) = split_kernel(problem, device)?;
     // Where the states of fixed-size splits do not fit, tiles stay whole with `batch_invariant`.
     let kept = if problem.batch_invariant { tile.kept_states_bytes() } else { 0 };
     let has_room = tile.has_fixed_splits() && tile.shared_bytes + kept <= device.shared_memory;
@@ -76,10 +80,11 @@ fn split_launches<'c>(call: &Call<'c>, max_queries: i64, is_first: bool) -> Resu
     let shared_memory = tile.shared_bytes + if has_room { kept } else { 0 };
     let splittable = Attention { workspace, batch_invariant: problem.batch_invariant && has_room, ..**problem };
     let sequences = call.seqs().min(call.rows());
-    let all = max_tiles(call.rows() * call.group(), ROWS, sequences);
-    let per_sequence = max_queries.saturating_mul(call.group()).saturating_add(ROWS - 1) / ROWS;
+    let tile_rows = tile.rows();
+    let all = max_tiles(call.rows() * call.group(), tile_rows, sequences);
+    let per_sequence = max_queries.saturating_mul(call.group()).saturating_add(tile_rows - 1) / tile_rows;
     let tiles = all.min(sequences.saturating_mul(per_sequence));
-    let unit = WorkUnit { rows: ROWS, chunk_keys: i64::from(tile.keys), log2_unit: 1.0 };
+    let unit = WorkUnit { rows: tile_rows, chunk_keys: i64::from(tile.keys), log2_unit: 1.0 };
     let resident = i64::from(device.resident_blocks(shared_memory, tile.ctas_per_sm));
     let split = KvSplit::of_units(&splittable, unit, tiles, max_queries, resident, 0);
     let attention = AttentionParams {
@@ -92,7 +97,7 @@ fn split_launches<'c>(call: &Call<'c>, max_queries: i64, is_first: bool) -> Resu
     let grid = [problem.num_kv_heads as u32, split.ranges as u32, 1];
     let config = LaunchConfig { grid, threads: THREADS, shared_memory };
     let attend = Launch::new(kernel, variant, config, Parameter::RowMasks(Box::new(params)));
-    let rows = super::longest_or_mean_queries(problem).saturating_mul(call.group()).min(ROWS);
+    let rows = super::longest_or_mean_queries(problem).saturating_mul(call.group()).min(tile_rows);
     let combine = decode::combine(problem, device, &split, &attention, rows)?;
     Ok([Some(attend), combine].into_iter().flatten().collect())
 }
@@ -116,9 +121,14 @@ fn unsplit_launch<'c>(call: &Call<'c>, min_queries: i64, sequences: i64) -> Resu
 }
 
 impl RowMasksTile {
+    /// Packed query rows of a CTA: 16 of each warp, or of the warps that have the same ones.
+    fn rows(&self) -> i64 {
+        i64::from(THREADS / 32 / self.column_warps * 16)
+    }
+
     /// Additional shared memory with fixed-size splits: `kKeptStatesBytes`.
     fn kept_states_bytes(&self) -> u32 {
-        THREADS * (4 + self.head_dim / 2) * 4
+        THREADS * (4 + self.head_dim / self.column_warps / 2) * 4
     }
 
     /// Whether the kernel can compute fixed-size splits: `kHasFixedSplits`.
@@ -141,7 +151,13 @@ fn named(
 }
 
 /// The kernel that divides keys, its variant of the smallest sufficient head dimension, and its tile.
-fn split_kernel(problem: &Attention, device: &Device) -> Result<(&'static str, usize, &'static RowMasksTile)> {
+struct SplitKernel {
+    kernel: &'static str,
+    variant: usize,
+    tile: &'static RowMasksTile,
+}
+
+fn split_kernel(problem: &Attention, device: &Device) -> Result<SplitKernel> {
     let kernels = ["attention_row_masks", "attention_row_masks_fp8", "attention_row_masks_fp8_sm80"];
     let (kernel, dtype) = named(problem, device, kernels);
     let head_dim = problem.head_dim.max(problem.value_dim);
@@ -149,7 +165,7 @@ fn split_kernel(problem: &Attention, device: &Device) -> Result<(&'static str, u
         |tile: &&RowMasksTile| tile.bytes as usize == problem.kv_dtype.size() && tile.head_dim as usize >= head_dim;
     let tile = ROW_MASKS.iter().filter(serves).min_by_key(|tile| tile.head_dim);
     let tile = tile.ok_or_else(|| not_built(problem, kernel, dtype))?;
-    Ok((kernel, variants::find(kernel, &[dtype, tile.head_dim_value])?, tile))
+    Ok(SplitKernel { kernel, variant: variants::find(kernel, &[dtype, tile.head_dim_value])?, tile })
 }
 
 /// The same of the kernel with a CTA per tile.
@@ -283,7 +299,7 @@ mod tests {
             (DType::BF16, DType::F8E5M2),
             (DType::F8E4M3FN, DType::F8E4M3FN),
         ] {
-            for dim in (8..=256).step_by(8) {
+            for dim in (8..=512).step_by(8) {
                 for capability in [80, 86, 89, 90] {
                     let device = Device { capability, ..device(true) };
                     let q = Tensor { dtype: q, ..plain.q };
@@ -291,12 +307,11 @@ mod tests {
                     let (_, unsplit, tile) = unsplit_kernel(&problem, &device).expect("there is a kernel");
                     // The ranges of a tile's rows are in shared memory too.
                     assert!(tile.shared_bytes + 8 * tile.rows() as u32 <= 99 * 1024, "{tile:?}");
-                    let (_, split, narrow) = split_kernel(&problem, &device).expect("there is a kernel");
-                    assert!(
-                        narrow.shared_bytes <= 99 * 1024
-                            && narrow.has_fixed_splits() == (narrow.bytes * narrow.head_dim < 1024)
-                    );
-                    for (variant, head_dim) in [(unsplit, tile.head_dim), (split, narrow.head_dim)] {
+                    let split = split_kernel(&problem, &device).expect("there is a kernel");
+                    let RowMasksTile { bytes, head_dim, shared_bytes, .. } = *split.tile;
+                    let has_fixed_splits = ![(2, 512), (4, 256)].contains(&(bytes, head_dim));
+                    assert!(shared_bytes <= 99 * 1024 && split.tile.has_fixed_splits() == has_fixed_splits);
+                    for (variant, head_dim) in [(unsplit, tile.head_dim), (split.variant, head_dim)] {
                         let target = variants::VARIANTS[variant].target.parse::<u32>().expect("a number");
                         assert!(head_dim as usize >= dim && target <= capability, "{head_dim}");
                     }

@@ -10,9 +10,6 @@ use crate::problem::attention::{Attention, KeyStorage};
 use crate::tensor::DType;
 use std::f32::consts::LOG2_E;
 
-/// Head dimensions of the kernels for caches with a scale per token and KV head; those between take the next.
-const TOKEN_SCALE_HEAD_DIMS: [u32; 3] = [64, 128, 256];
-
 /// With more tiles per SM decode takes the third CTA per SM, where the tile table has three.
 const MAX_FEW_TILES_PER_SM: usize = 4;
 
@@ -28,10 +25,15 @@ impl AttentionTile {
     /// The tiles of `shape` for the type of K and V whose head dimension is at least D and Dv.
     pub(super) fn serving(problem: &Attention, shape: &str) -> impl Iterator<Item = &'static Self> {
         let (bytes, head_dim) = (problem.kv_dtype.size(), problem.head_dim.max(problem.value_dim));
-        let is_built = |t: &Self| problem.scale_cache.is_none() || TOKEN_SCALE_HEAD_DIMS.contains(&t.head_dim);
-        let serves = move |t: &&Self| {
-            t.shape == shape && t.bytes as usize == bytes && t.head_dim as usize >= head_dim && is_built(t)
+        let has_shape = move |t: &Self| match problem.scale_cache {
+            None => t.shape == shape,
+            // Not every tile is built with scales. Past 256 columns they leave no room for as many keys in prefill.
+            Some(_) => {
+                (t.shape == shape || t.shape.strip_suffix("_scales") == Some(shape))
+                    && variants::has("attention_token_scales", &["i8", t.head_dim_value, t.shape])
+            }
         };
+        let serves = move |t: &&Self| t.bytes as usize == bytes && t.head_dim as usize >= head_dim && has_shape(t);
         ATTENTION.iter().filter(serves)
     }
 
@@ -84,8 +86,8 @@ impl AttentionTile {
         32 * self.row_warps * self.key_warps * self.column_warps
     }
 
-    /// Whether a decode launch of the call fits the device's shared memory. With `batch_invariant`, the longest rows of f32
-    /// take more than 99 KB.
+    /// Whether a decode launch of the call fits the device's shared memory. With `batch_invariant`, the longest rows of f32, or
+    /// with scales, take more than 99 KB.
     pub(super) fn fits(&self, problem: &Attention, device: &Device) -> bool {
         self.decode_bytes(problem) <= device.shared_memory
     }
@@ -93,7 +95,7 @@ impl AttentionTile {
     /// Shared memory of a launch without `batch_invariant`: that of the tile and, where rows of K and V have scales, theirs
     /// for each stage of each ring (`kernels/include/token_scales.cuh`).
     pub(super) fn bytes_for(&self, problem: &Attention) -> u32 {
-        let rings = if self.shape == "prefill" { 1 } else { self.threads() / 32 };
+        let rings = if self.shape.starts_with("prefill") { 1 } else { self.threads() / 32 };
         let scale_bytes = if problem.scale_cache.is_some() { 2 * size_of::<f32>() as u32 * self.keys } else { 0 };
         self.shared_bytes + rings * self.stages * scale_bytes
     }
@@ -193,7 +195,7 @@ mod tests {
         let q = Tensor { dtype: DType::F16, ..plain.q };
         let scale_cache = Some(KvScaleCache { k: view, v: view });
         for kv_dtype in [DType::I8, DType::F8E4M3FN] {
-            for dim in (8..=256).step_by(8) {
+            for dim in (8..=512).step_by(8) {
                 let problem = Attention { q, kv_dtype, scale_cache, head_dim: dim, value_dim: dim, ..plain };
                 for (shape, capability) in [("prefill", 80), ("prefill", 90), ("decode", 80), ("decode", 89)] {
                     let tile = AttentionTile::of(&problem, shape).expect("there is a tile");

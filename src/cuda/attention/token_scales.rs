@@ -7,19 +7,9 @@ use crate::error::{Error, Result, ensure};
 use crate::problem::KvScaleCache;
 use crate::problem::attention::Attention;
 
-/// The largest head dimension of the kernels.
-const MAX_HEAD_DIM: usize = 256;
-
 /// Refuses calls with scales that no kernel computes.
 pub(super) fn check(problem: &Attention) -> Result {
     let Some(KvScaleCache { k, v }) = &problem.scale_cache else { return Ok(()) };
-    let head_dim = problem.head_dim.max(problem.value_dim);
-    if head_dim > MAX_HEAD_DIM {
-        return Err(Error::unimplemented(format!(
-            "kv_scale_cache is given and the head dimension is {head_dim}; CUDA kernels for it have up to {MAX_HEAD_DIM}. An \
-             f8e4m3fn cache with k_scale and v_scale may have up to 512"
-        )));
-    }
     let queries = &problem.queries;
     let unsupported = if queries.tree.is_some() {
         Some("tree_mask")
@@ -74,6 +64,8 @@ mod tests {
             assert_eq!(named(&scaled(4, 4, 128)), [(decode, 1, i32::MAX)]);
             assert_eq!(named(&scaled(64, 64, 72)), [(decode, 1, i32::MAX)]);
             assert_eq!(named(&scaled(5000, 7, 128)), [(prefill, 5, i32::MAX), (decode, 1, 4)]);
+            let wide = ["attention_token_scales_i8_512_prefill_scales", "attention_token_scales_i8_512_decode"];
+            assert_eq!(named(&scaled(5000, 7, 320)), [(wide[0], 5, i32::MAX), (wide[1], 1, 4)]);
         }
         let older = Device { capability: 80, ..device(false) };
         assert_eq!(named_on(&scaled(4, 4, 128), &older)[0].0, "attention_token_scales_sm80_i8_128_decode");
@@ -86,7 +78,6 @@ mod tests {
         let key_ranges = KeyRanges { start: None, end: Some(dangling()) };
         let tree = Some(TreeMask { words: dangling(), max_queries: 8, query_words: 1 });
         for (problem, name) in [
-            (scaled(64, 4, 264), "head dimension is 264"),
             (with(Queries { key_ranges, ..plain.queries }), "k_start or k_end"),
             (with(Queries { tree, ..plain.queries }), "tree_mask"),
         ] {

@@ -174,7 +174,7 @@ mod tests {
             let bias = Bias { data: std::ptr::null(), dtype: DType::F32, seqs: 1, heads: 1, rows: 9, keys: 9 };
             let plain = (8..=512).step_by(8).map(|dim| (dim, KeyRanges::NONE, None));
             let options = [(bound, None), (KeyRanges::NONE, Some(bias))];
-            let optional = (8..=256).step_by(8).flat_map(|dim| options.map(|(ranges, bias)| (dim, ranges, bias)));
+            let optional = (8..=512).step_by(8).flat_map(|dim| options.map(|(ranges, bias)| (dim, ranges, bias)));
             for (dim, key_ranges, bias) in plain.chain(optional) {
                 // Such rows do not fit; see the test below.
                 if dtype == DType::F32 && dim > 256 && shared_memory < 128 * 1024 {
