@@ -8,8 +8,10 @@
 // Compiled once for each combination of
 //   XA_DTYPE     f16, bf16
 //   XA_HEAD_DIM  the bucket: D and Dv up to it are padded with zeros in shared memory
-//   XA_LOGITS    none, softcap, alibi
+//   XA_LOGITS    none, softcap, alibi; key_ranges: none, and rows have bounds of their keys (key_ranges.cuh)
 // Launch: any number of CTAs of kThreads threads and kSharedBytes of dynamic shared memory, one per SM.
+
+#include <type_traits>
 
 #include "element.cuh"
 #include "hopper_bwd/compute.cuh"
@@ -23,11 +25,13 @@
 namespace {
 using T = xa::XA_PASTE(dtype_, XA_DTYPE);
 using Shape = xa::hopper::BackwardShape<XA_HEAD_DIM, xa::tiles::XA_PASTE(logits_, XA_LOGITS)>;
+using Params = std::conditional_t<Shape::kHasKeyRanges, xa::HopperKeyRangeBackwardParams, xa::HopperBackwardParams>;
 }  // namespace
 
 extern "C" __global__ void __launch_bounds__(Shape::kThreads, 1)
-    XA_ENTRY(const __grid_constant__ xa::HopperBackwardParams params) {
+    XA_ENTRY(const __grid_constant__ Params kernel_params) {
   using namespace xa::hopper;
+  const xa::HopperBackwardParams& params = without_key_ranges(kernel_params);
   extern __shared__ __align__(1024) uint8_t shared[];
   const BackwardPipeline<Shape> pipeline(shared);
   if (threadIdx.x == 0) pipeline.init();

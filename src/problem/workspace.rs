@@ -130,8 +130,9 @@ impl AttentionSizes {
 
     /// The size for the gradients of a call: delta, an f32 per element of `[Hq, Tq]`, and room to align it. With 16-bit
     /// operands, Hopper's kernels also store the lse in base 2 there and a plan per sequence. Up to 128 columns they sum dQ
-    /// in f32, in groups of 16 rows that no two sequences share, which is up to 15 more rows per sequence; and with up to
-    /// four KV heads the dK and dV of [`head_splits`], as if there were as many keys as queries. `batch_invariant` has no
+    /// in f32, in groups of 16 rows that no two sequences share, which is up to 15 more rows per sequence; with up to
+    /// four KV heads they store the dK and dV of [`head_splits`], as if there were as many keys as queries; and the keys of
+    /// each row and of blocks of rows if rows have bounds of their keys, for up to 20 keys per row. `batch_invariant` has no
     /// effect.
     #[must_use]
     pub fn gradients_workspace(&self) -> WorkspaceSize {
@@ -156,9 +157,14 @@ impl AttentionSizes {
         } else {
             (number * splits * self.num_kv_heads * (self.head_dim + self.value_dim), 256)
         };
-        let per_row = heads.saturating_mul(row_sums + 2 * number).saturating_add(counter_bytes + partial_bytes);
-        let per_sequence = heads.saturating_mul((GROUP - 1) * row_sums + number).saturating_add(72);
-        let fixed = heads.saturating_mul(GROUP * row_sums + number).saturating_add(1024 + partial_alignment);
+        // 8 bytes per row, 16 per block of 64 or more rows and 24 per block of 128 keys; three lists.
+        let [range_row_bytes, range_sequence_bytes, range_bytes] = if row_sums == 0 { [0; 3] } else { [12, 40, 424] };
+        let row_bytes = counter_bytes + partial_bytes + range_row_bytes;
+        let per_row = heads.saturating_mul(row_sums + 2 * number).saturating_add(row_bytes);
+        let per_sequence =
+            heads.saturating_mul((GROUP - 1) * row_sums + number).saturating_add(72 + range_sequence_bytes);
+        let fixed =
+            heads.saturating_mul(GROUP * row_sums + number).saturating_add(1024 + partial_alignment + range_bytes);
         WorkspaceSize { fixed, per_row, per_sequence }
     }
 }

@@ -84,3 +84,44 @@ fn gradients_of_ranges_over_several_blocks_agree_with_the_reference() {
         assert_named_matches_reference(&format!("{seed}: {spec:?}"), &mut case);
     }
 }
+
+/// Calls that Hopper's kernel up to 128 columns takes: operands in 16 bits, without a logits transform.
+#[test]
+fn gradients_of_ranges_of_long_sequences_agree_with_the_reference() {
+    for seed in 0..12 {
+        let spec = BatchSpec {
+            dtypes: [BF16, F16][seed / 3 % 2].into(),
+            head_dim: [128, 64, 88][seed % 3],
+            lengths: vec![(300, 500), (3, 40), (190, 190), (0, 9), (270, 130)],
+            softcap: 0.0,
+            alibi: Alibi::Off,
+            key_bounds: KeyBounds::ALL[1 + seed / 3 % 3],
+            ..spec(seed)
+        };
+        let layout = MemoryLayout { rows_around: (3, 5), seqused_q: seed % 4 == 2, ..MemoryLayout::contiguous() };
+        let layout = MemoryLayout { workspace: Some(9_000_001), ..layout };
+        let options = GradientOptions::from_seed(seed as u64 + 1);
+        let mut case = GradientCase::store(&spec.batch(), &layout, options);
+        assert_named_matches_reference(&format!("{seed}: {spec:?}"), &mut case);
+    }
+}
+
+/// So many sequences that Hopper's kernel goes through the keys of a causal mask from the last to the first.
+#[test]
+fn gradients_of_ranges_of_many_causal_sequences_agree_with_the_reference() {
+    for (head_dim, key_bounds) in [(128, KeyBounds::End), (64, KeyBounds::Both)] {
+        let spec = BatchSpec {
+            dtypes: BF16.into(),
+            heads: (1, 1),
+            head_dim,
+            lengths: vec![(140, 290); 10],
+            mask: Mask::CAUSAL,
+            key_bounds,
+            seed: head_dim as u64,
+            ..BatchSpec::default()
+        };
+        let layout = MemoryLayout { workspace: Some(9_000_001), ..MemoryLayout::contiguous() };
+        let mut case = GradientCase::store(&spec.batch(), &layout, GradientOptions::MINIMAL);
+        assert_named_matches_reference(&format!("{head_dim}"), &mut case);
+    }
+}

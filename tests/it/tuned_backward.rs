@@ -179,9 +179,9 @@ fn no_sequence_at_all_gives_zeros() {
 #[cfg(feature = "cuda")]
 mod on_their_own_gpu {
     use super::{Alibi, BF16, BatchSpec, F16, GradientCase, GradientOptions, Mask, MemoryLayout, large_workspace};
-    use crate::support::AttentionCase;
     use crate::support::device::{BufferPadding, Gpu};
     use crate::support::log_capture::{assert_logged, log};
+    use crate::support::{AttentionCase, KeyBounds};
 
     /// D, Dv and the value of the kernels' axis `head_dim`.
     const HEAD_DIMS: [(usize, usize, &str); 6] = [
@@ -194,8 +194,12 @@ mod on_their_own_gpu {
     ];
 
     /// The value of the kernels' axis `logits`, and the options that select it.
-    const LOGITS_TRANSFORMS: [(&str, f32, Alibi); 3] =
-        [("none", 0.0, Alibi::Off), ("softcap", 2.0, Alibi::Off), ("alibi", 0.0, Alibi::PerHead)];
+    const LOGITS: [(&str, f32, Alibi, KeyBounds); 4] = [
+        ("none", 0.0, Alibi::Off, KeyBounds::None),
+        ("softcap", 2.0, Alibi::Off, KeyBounds::None),
+        ("alibi", 0.0, Alibi::PerHead, KeyBounds::None),
+        ("key_ranges", 0.0, Alibi::Off, KeyBounds::Both),
+    ];
 
     /// Run under compute-sanitizer's slower tools: short, with a call of every kernel.
     #[test]
@@ -203,21 +207,27 @@ mod on_their_own_gpu {
         let Some(gpu) = Gpu::with_tuned_kernels_or_skip() else { return };
         let log = log();
         for (dtype, name) in [(BF16, "bf16"), (F16, "f16")] {
-            for ((head_dim, value_dim, dims), (logits, softcap, alibi)) in
-                HEAD_DIMS.into_iter().flat_map(|d| LOGITS_TRANSFORMS.map(|logits| (d, logits)))
+            for ((head_dim, value_dim, dims), (logits, softcap, alibi, key_bounds)) in
+                HEAD_DIMS.into_iter().flat_map(|d| LOGITS.map(|logits| (d, logits)))
             {
+                let has_ranges = key_bounds != KeyBounds::None;
+                if has_ranges && head_dim > 128 {
+                    continue;
+                }
                 // The first call per head dimension has more tiles than an H200 has SMs, and several query blocks in each.
                 let is_first = (dtype, logits) == (BF16, "none");
                 let (heads, lengths) = if is_first { (24, (900, 1000)) } else { (2, (200, 300)) };
                 let (dtypes, heads, lengths) = (dtype.into(), (heads, heads), vec![lengths]);
                 let value_dim = Some(value_dim);
-                run(
-                    &gpu,
-                    &BatchSpec { dtypes, heads, head_dim, value_dim, lengths, softcap, alibi, ..BatchSpec::default() },
-                );
+                let spec =
+                    BatchSpec { dtypes, heads, head_dim, value_dim, lengths, softcap, alibi, ..BatchSpec::default() };
+                run(&gpu, &BatchSpec { key_bounds, ..spec });
                 let main = if head_dim <= 128 { "hopper_bwd" } else { "hopper_bwd_wide" };
                 assert_logged(log, &format!("hopper_bwd_prepare_{name}_{head_dim} with"));
                 assert_logged(log, &format!("{main}_{name}_{dims}_{logits} with"));
+                if has_ranges {
+                    assert_logged(log, &format!("hopper_bwd_plan_ranges_{dims} with"));
+                }
             }
         }
         let runs_kernel = |spec: &BatchSpec, kernel: &str| {
@@ -229,6 +239,8 @@ mod on_their_own_gpu {
         runs_kernel(&both, "attention_bwd_dq_bf16_128_small_softcap_alibi with");
         let wide_both = BatchSpec { head_dim: 256, ..both };
         runs_kernel(&wide_both, "attention_bwd_dq_bf16_256_small_softcap_alibi with");
+        let bounded = BatchSpec { key_bounds: KeyBounds::End, head_dim: 256, ..base.clone() };
+        runs_kernel(&bounded, "attention_bwd_dq_bf16_256_key_ranges_softcap_alibi with");
         let one_kv_head = BatchSpec { heads: (16, 1), lengths: vec![(200, 240)], mask: Mask::CAUSAL, ..base.clone() };
         runs_kernel(&one_kv_head, "hopper_bwd_combine_bf16 with");
         let short = vec![(3, 40); 40];
@@ -256,10 +268,10 @@ mod on_their_own_gpu {
         for (head_dim, shapes, launches) in [(64, 12, 100), (128, 12, 100), (96, 3, 20), (192, 3, 20), (256, 3, 20)] {
             for index in 0..shapes {
                 let (lengths, mask) = (lengths[index % 4].to_vec(), masks[index % 3]);
-                let (_, softcap, alibi) = LOGITS_TRANSFORMS[[0, 0, 1, 2][index / 3]];
+                let (_, softcap, alibi, key_bounds) = LOGITS[[0, 3, 1, 2][index / 3]];
                 let (dtypes, heads) = ([BF16, F16][index % 2].into(), [(8, 8), (8, 2)][index / 2 % 2]);
                 let spec = BatchSpec { dtypes, heads, head_dim, lengths, mask, softcap, alibi, ..BatchSpec::default() };
-                let case = any_results(&spec);
+                let case = any_results(&BatchSpec { key_bounds, ..spec });
                 for beside in [None, Some((&beside, &load))] {
                     case.invocation().assert_same_bits(&gpu, launches, 4, beside);
                 }

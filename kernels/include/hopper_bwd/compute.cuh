@@ -17,7 +17,9 @@
 
 #include "element.cuh"
 #include "hopper/swizzle_atom.cuh"
+#include "hopper_bwd/key_ranges.cuh"
 #include "hopper_bwd/logits_transform.cuh"
+#include "hopper_bwd/masks.cuh"
 #include "hopper_bwd/pipeline.cuh"
 #include "hopper_bwd/products.cuh"
 #include "hopper_bwd/ragged_rows.cuh"
@@ -25,46 +27,6 @@
 #include "params/hopper_bwd.cuh"
 
 namespace xa::hopper {
-
-/// Query blocks [begin, end) of a tile: those in which a warpgroup's keys need no mask, or those that attend to some of
-/// these keys.
-struct BlockRange {
-  int32_t begin;
-  int32_t end;
-
-  __device__ __forceinline__ bool contains(int32_t block) const { return block >= begin && block < end; }
-};
-
-__device__ __forceinline__ int32_t floor_div(int32_t x, int32_t y) { return x >= 0 ? x / y : -((-x + y - 1) / y); }
-
-/// Calls `mask(column, element)` for each masked score of [64 keys, kQueries]. Few blocks need it, so all that it
-/// depends on is computed anew each time.
-template <typename Shape, typename Mask>
-__device__ __forceinline__ void for_masked(const AttentionParams& forward, const BackwardTile& tile, int32_t block,
-                                           const Mask& mask) {
-  const int32_t thread = xa::ptx::opaque(threadIdx.x) - 128, lane = thread % 32;
-  const int32_t first_key = tile.key_block * Shape::kKeys + thread / 32 * 16 + lane / 4;
-  const int32_t first_query = block * Shape::kQueries + 2 * (lane % 4);
-#pragma unroll
-  for (int half = 0; half < 2; ++half) {
-    const int32_t key = first_key + 8 * half, position = key - tile.shift - first_query;
-    // Queries that attend to the key, counted from this lane's first one. Keys past the last one are zeros, whose
-    // probabilities may overflow, so they are masked.
-    int32_t begin = forward.window_right < 0 ? INT32_MIN : position - forward.window_right;
-    int32_t end = forward.window_left < 0 ? INT32_MAX : position + forward.window_left + 1;
-    if (key >= tile.num_keys) begin = INT32_MAX;
-    // Queries past the last one have finite probabilities without a mask, except with ALiBi: slopes may be negative.
-    if constexpr (Shape::kHasAlibi) end = min(end, tile.num_queries - first_query);
-#pragma unroll
-    for (int column = 0; column < Shape::kQueries / 8; ++column) {
-#pragma unroll
-      for (int i = 0; i < 2; ++i) {
-        const int32_t query = 8 * column + i;
-        if (query < begin || query >= end) mask(column, 2 * half + i);
-      }
-    }
-  }
-}
 
 /// lse or delta of a block of queries in shared memory. A lane needs those of its two columns of each 8-column tile, as
 /// all lanes of equal lane % 4 do. Each lane reads them all: reading an eighth and exchanging by `shfl` takes two
@@ -209,6 +171,12 @@ __device__ __forceinline__ void compute_tiles(const HopperBackwardParams& params
       if (first_key + 64 > uniform(tile.num_keys)) unmasked.end = INT32_MIN;
       if (first_key >= uniform(tile.num_keys)) visible.end = INT32_MIN;
     }
+    const int32_t first_own_key = key_block * Shape::kKeys + 64 * warpgroup;
+    // The keys of the warp that some row attends to: others may hold NaN.
+    uint32_t attended = 0xffff;
+    if constexpr (Shape::kHasKeyRanges) {
+      attended = attended_by_some_row(params, uniform(tile.key_block_index), 4 * warpgroup + warp);
+    }
     int32_t block = ascends ? first_block : first_block + num_blocks - 1;
     const int32_t last_block = ascends ? first_block + num_blocks - 1 : first_block;
     int32_t heads_left = forward.group;  // query heads left in this block
@@ -223,6 +191,13 @@ __device__ __forceinline__ void compute_tiles(const HopperBackwardParams& params
     start_s(query_state.stage);
     // Products that are pending when the loop is entered would be serialised by ptxas.
     ptx::wgmma_wait_group<0>();
+    if constexpr (Shape::kHasKeyRanges) {
+      if (attended != 0xffff) {
+        pipeline.values_full(tile_count).wait();
+        clear_unattended_keys<Shape>(pipeline.keys(), pipeline.values(), 4 * warpgroup + warp, attended);
+        ptx::fence_proxy_async_shared();
+      }
+    }
     // The previous tile's gradients have been stored from the buffers of dS and dQ.
     if (is_leader) ptx::bulk_wait_group_read();
     ptx::named_barrier_sync(1, 256);
@@ -305,8 +280,14 @@ __device__ __forceinline__ void compute_tiles(const HopperBackwardParams& params
         ptx::wgmma_commit_group();
         // The compiler moves nothing across a branch. Exponentials before the start of dP would not overlap with it,
         // and would spill.
-        if (!unmasked.contains(block)) {
-          for_masked<Shape>(forward, tile, block, [&](int column, int i) { scores[column][i] = -INFINITY; });
+        const auto mask = [&](int column, int i) { scores[column][i] = -INFINITY; };
+        if constexpr (Shape::kHasKeyRanges) {
+          const uint32_t stats = pipeline.lses(query_state.stage);
+          if (!StepKeys(stats + Shape::kBlockKeysOffset).all_attend(first_own_key)) {
+            for_masked_by_ranges<Shape>(stats + Shape::kRowKeysOffset, key_block, mask);
+          }
+        } else if (!unmasked.contains(block)) {
+          for_masked<Shape>(forward, tile, block, mask);
         }
         const auto transform =
             logits_transform<Shape>(forward, tile, block, pipeline.lses(query_state.stage) + Shape::kSlopeOffset);
@@ -417,7 +398,13 @@ __device__ __forceinline__ void compute_tiles(const HopperBackwardParams& params
 #pragma unroll 1
     while (true) {
       // With 128 queries per step hardly any block attends to the keys of one warpgroup only.
-      if (kQueries == 128 || visible.contains(block)) {
+      bool is_visible = kQueries == 128;
+      if constexpr (Shape::kHasKeyRanges && kQueries != 128) {
+        is_visible = StepKeys(pipeline.lses(query_state.stage) + Shape::kBlockKeysOffset).some_attend(first_own_key);
+      } else {
+        is_visible = is_visible || visible.contains(block);
+      }
+      if (is_visible) {
         compute_step(std::false_type{});
       } else {
         compute_step(std::true_type{});

@@ -31,6 +31,7 @@ __device__ __forceinline__ float* dq_accum_row_tile(const HopperBackwardParams& 
 ///
 /// The semaphore of a head and query block counts the key blocks whose contributions are in dq_accum. A contribution
 /// waits until all key blocks before it are in. The first one is stored instead of added, so nothing has to be cleared.
+/// With bounds of rows, a step may contribute nothing (key_ranges.cuh).
 ///
 /// A completed bulk copy is not yet visible to bulk copies of another SM. This takes the proxy fences: one before the
 /// semaphore is raised, and one after it has been read.
@@ -53,11 +54,27 @@ __device__ __forceinline__ void accumulate_dq(const HopperBackwardParams& params
     for (int32_t blocks_done = 0; blocks_done < tile.num_blocks; ++blocks_done) {
       const int32_t block =
           tile.first_block + (tile.queries_ascend != 0 ? blocks_done : tile.num_blocks - 1 - blocks_done);
-      const int32_t before = tile.keys_descend != 0 ? visible_blocks.last_key_block(block) - tile.key_block
-                                                    : tile.key_block - visible_blocks.first_key_block(block);
+      int32_t before;
+      bool contributes = true;
+      if constexpr (Shape::kHasKeyRanges) {
+        const ContributingBlocks blocks = contributing_blocks<Shape>(params, tile.first_query_block + block);
+        before = tile.keys_descend != 0 ? blocks.end - 1 - tile.key_block : tile.key_block - blocks.begin;
+        contributes = blocks.contains(tile.key_block);
+      } else {
+        before = tile.keys_descend != 0 ? visible_blocks.last_key_block(block) - tile.key_block
+                                        : tile.key_block - visible_blocks.first_key_block(block);
+      }
 #pragma unroll 1
       for (int32_t i = 0; i < forward.group; ++i, ++step) {
         if ((step & 1) != parity) continue;
+        if (!contributes) {
+#pragma unroll
+          for (int warpgroup = 0; warpgroup < 2; ++warpgroup) {
+            pipeline.dq_full(PipelineState<2>(step), warpgroup).wait();
+            pipeline.dq_empty(step, warpgroup).arrive();
+          }
+          continue;
+        }
         const int32_t head = tile.kv_head * forward.group + i;
         int32_t* const semaphore = params.dq_semaphore + static_cast<int64_t>(head) * params.num_query_blocks +
                                    (tile.first_query_block + block);

@@ -91,11 +91,19 @@ __device__ __forceinline__ void store_dq_row_tile(const HopperBackwardParams& pa
   const int32_t num_heads = forward.num_kv_heads * forward.group;
   const int32_t lane = xa::ptx::opaque(threadIdx.x) % 32, row = lane / 4;
   const int32_t first_head = head_block * kFinishHeads, end_head = min(first_head + kFinishHeads, num_heads);
+  bool is_accumulated = true;  // whether some key block contributes
   {
     const VisibleBlocks<Shape> visible_blocks = {num_queries, sequence.num_keys, sequence.shift, forward.window_left,
                                                  forward.window_right};
     const int32_t block = first_row / Shape::kQueries;
-    const int32_t contributions = visible_blocks.last_key_block(block) - visible_blocks.first_key_block(block) + 1;
+    int32_t contributions;
+    if constexpr (Shape::kHasKeyRanges) {
+      const ContributingBlocks blocks = contributing_blocks<Shape>(params, sequence.first_query_block + block);
+      contributions = blocks.end - blocks.begin;
+      is_accumulated = contributions > 0;
+    } else {
+      contributions = visible_blocks.last_key_block(block) - visible_blocks.first_key_block(block) + 1;
+    }
     const int32_t* const semaphore =
         params.dq_semaphore +
         min(first_head + lane % kFinishHeads, end_head - 1) * static_cast<int64_t>(params.num_query_blocks) +
@@ -115,7 +123,7 @@ __device__ __forceinline__ void store_dq_row_tile(const HopperBackwardParams& pa
                                lane;
 #pragma unroll
       for (int column = part; column < min(part + 64, Shape::kHeadDim); column += 8) {
-        to[column / 8] = from[4 * (column - part)];
+        to[column / 8] = is_accumulated ? from[4 * (column - part)] : float4{0.0f, 0.0f, 0.0f, 0.0f};
       }
     }
   };

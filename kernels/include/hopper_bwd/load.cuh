@@ -128,6 +128,12 @@ __device__ __forceinline__ void load_tiles(const HopperBackwardParams& params,
               kLoadsKeys ? params.q : params.dout, full.address, head, rows, row);
         }
         __syncwarp();
+        if constexpr (kLoadsKeys && Shape::kHasKeyRanges) {
+          const HopperKeyRangeBackwardParams& with_ranges = with_key_ranges(params);
+          copy_row_keys<Shape>(pipeline.lses(write_state.stage), with_ranges.row_keys + (first_query + row),
+                               with_ranges.query_block_keys + (tile.first_query_block + row / Shape::kQueries),
+                               num_queries - row);
+        }
         load_row_stats<Shape>(kLoadsKeys ? pipeline.lses(write_state.stage) : pipeline.deltas(write_state.stage),
                               stats + row, slope, full.address, num_queries - row);
         write_state.advance();

@@ -4,7 +4,7 @@
 //   buffer             producer                    consumers
 //   BackwardTile [2]   K and Q load warp           V and dO load warp, compute warps, dQ warps
 //   K, V               TMA                         compute warps
-//   Q, lse [3]         TMA, cp.async               compute warps
+//   Q, lse [3]         TMA, cp.async               compute warps     (with bounds of rows: and ranges of keys)
 //   dO, delta [2]      TMA, cp.async               compute warps
 //   dS [2]             compute warps               compute warps of both warpgroups
 //   dQ, two halves     one warpgroup per half      dQ warps
@@ -34,6 +34,7 @@ struct BackwardTile {
   int32_t first_row_tile;
   int32_t first_query_block;
   int32_t sequence;
+  int32_t key_block_index;  // over all sequences; only with bounds of rows
 };
 static_assert(sizeof(BackwardTile) <= 64);
 
@@ -151,7 +152,7 @@ class BackwardPipeline {
     return address_ + Shape::kDoutsOffset + stage * Shape::kQueryBytes;
   }
   __device__ __forceinline__ uint32_t lses(int32_t stage) const {
-    return address_ + Shape::kLsesOffset + stage * Shape::kRowStatBytes;
+    return address_ + Shape::kLsesOffset + stage * Shape::kLseBytes;
   }
   __device__ __forceinline__ uint32_t deltas(int32_t stage) const {
     return address_ + Shape::kDeltasOffset + stage * Shape::kRowStatBytes;

@@ -26,13 +26,12 @@
 
 #include <cstdint>
 
+#include "hopper_bwd/key_ranges.cuh"
 #include "hopper_bwd/pipeline.cuh"
 #include "hopper_bwd/shape.cuh"
 #include "params/hopper_bwd.cuh"
 
 namespace xa::hopper {
-
-__device__ __forceinline__ int32_t ceil_div(int32_t x, int32_t y) { return (x + y - 1) / y; }
 
 /// Tiles of a wave, a power of two: about one per SM of an H100 or H200, which have 132.
 constexpr int32_t kWaveTiles = 128;
@@ -177,11 +176,21 @@ __device__ __forceinline__ void locate_tile(const HopperBackwardParams& params, 
   const int32_t shift = sequence.shift + skipped_queries, tile_queries = num_queries - skipped_queries;
   const VisibleBlocks<Shape> visible_blocks = {tile_queries, num_keys, shift, forward.window_left,
                                                forward.window_right};
-  const int32_t first_block = visible_blocks.first_query_block(key_block);
+  int32_t first_block;
+  if constexpr (Shape::kHasKeyRanges) {
+    to.key_block_index = first_key_block<Shape>(sequence) + key_block;
+    first_block = __ldg(&with_key_ranges(params).key_block_queries[to.key_block_index].first_block);
+  } else {
+    first_block = visible_blocks.first_query_block(key_block);
+  }
   to.key_block = key_block;
   to.keys_descend = keys_descend;
   to.first_block = first_block;
-  to.num_blocks = visible_blocks.last_query_block(key_block) - first_block + 1;
+  if constexpr (Shape::kHasKeyRanges) {
+    to.num_blocks = __ldg(&with_key_ranges(params).key_block_queries[to.key_block_index].num_blocks);
+  } else {
+    to.num_blocks = visible_blocks.last_query_block(key_block) - first_block + 1;
+  }
   to.first_query = sequence.first_query + skipped_queries;
   to.num_queries = tile_queries;
   to.first_key = sequence.first_key;

@@ -4,6 +4,8 @@
 //
 //   K | V | Q [kQueryStages] | dO [kDoutStages] | dS [2] | dQ | lse [kQueryStages] | delta [kDoutStages] | BackwardTile
 //   [2] | mbarriers
+//
+// With bounds of the keys of each row, what key_ranges.cuh says follows each lse.
 #pragma once
 
 #include <cstdint>
@@ -26,6 +28,8 @@ struct BackwardShape : tiles::HopperBwd<kHeadDim_, LogitsTransform> {
   /// The logits transform: a soft cap, or ALiBi's bias, which depends on the distance of query and key.
   static constexpr bool kHasSoftcap = std::is_same_v<LogitsTransform, tiles::logits_softcap>;
   static constexpr bool kHasAlibi = std::is_same_v<LogitsTransform, tiles::logits_alibi>;
+  /// Each query row has bounds of its keys (key_ranges.cuh), and there is no logits transform.
+  static constexpr bool kHasKeyRanges = std::is_same_v<LogitsTransform, tiles::logits_key_ranges>;
   /// A step of the main loop: kQueries queries of one head with the tile's kKeys keys.
   static constexpr int kQueries = Config::kQueries, kKeys = 128;
   static constexpr int kQueryStages = 3, kDoutStages = 2;
@@ -62,6 +66,9 @@ struct BackwardShape : tiles::HopperBwd<kHeadDim_, LogitsTransform> {
   /// lse or delta of a step's queries, followed by the ALiBi slope of their head.
   static constexpr int kSlopeOffset = 4 * kQueries;
   static constexpr int kRowStatBytes = kQueries * 4 + (kHasAlibi ? 16 : 0);
+  /// Behind the lse of a step: the RowKeys of its queries and their QueryBlockKeys.
+  static constexpr int kRowKeysOffset = kRowStatBytes, kBlockKeysOffset = kRowKeysOffset + 8 * kQueries;
+  static constexpr int kLseBytes = kHasKeyRanges ? kBlockKeysOffset + 16 : kRowStatBytes;
 
   static constexpr int kKeysOffset = 0;
   static constexpr int kValuesOffset = kKeysOffset + kKeyBytes;
@@ -70,7 +77,7 @@ struct BackwardShape : tiles::HopperBwd<kHeadDim_, LogitsTransform> {
   static constexpr int kDsOffset = kDoutsOffset + kDoutStages * kQueryBytes;
   static constexpr int kDqOffset = kDsOffset + 2 * kDsBytes;
   static constexpr int kLsesOffset = kDqOffset + kDqBytes;
-  static constexpr int kDeltasOffset = kLsesOffset + kQueryStages * kRowStatBytes;
+  static constexpr int kDeltasOffset = kLsesOffset + kQueryStages * kLseBytes;
   static constexpr int kTilesOffset = kDeltasOffset + kDoutStages * kRowStatBytes;
   static constexpr int kBarriersOffset = kTilesOffset + 2 * 64;
   static_assert(Config::kSharedBytes == kBarriersOffset + 32 * 8);

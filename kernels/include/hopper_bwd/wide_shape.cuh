@@ -36,7 +36,7 @@ struct WideShape : tiles::HopperBwdWide<Gradient, HeadDim, LogitsTransform> {
   static constexpr bool kOverlapsDq = Config::kValueDim <= 128;
   static constexpr bool kReleasesEarly = Config::kValueDim <= 192;
   /// No CTA adds to the results of another one.
-  static constexpr bool kAccumulatesDq = false;
+  static constexpr bool kAccumulatesDq = false, kHasKeyRanges = false;
   /// Two compute warpgroups and one of producer warps.
   static constexpr int kThreads = 384, kComputeWarps = 8;
 
@@ -74,7 +74,7 @@ struct WideShape : tiles::HopperBwdWide<Gradient, HeadDim, LogitsTransform> {
 template <int kHeadDim_>
 struct WidePlanShape {
   static constexpr int kHeadDim = kHeadDim_, kQueries = 128, kKeys = 64;
-  static constexpr bool kAccumulatesDq = false;
+  static constexpr bool kAccumulatesDq = false, kHasKeyRanges = false;
 };
 
 /// A work tile of dQ: a query block of one head, and the key blocks that it attends to.

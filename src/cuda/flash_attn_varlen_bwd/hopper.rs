@@ -2,10 +2,12 @@
 //! strategy past 128 columns shares with it.
 //!
 //! Two launches: the plan and the row statistics (`hopper_bwd_prepare`), and the gradients (`hopper_bwd`). A third one
-//! (`hopper_bwd_combine`) adds up dK and dV where query heads of a KV head are split. All decisions follow from static
-//! sizes, strides and options.
+//! (`hopper_bwd_combine`) adds up dK and dV where query heads of a KV head are split, and one between the two
+//! (`hopper_bwd_plan_ranges`) is for bounds of the keys of each row. All decisions follow from static sizes, strides and
+//! options.
 
 use super::head_splits::{self, PartialGradients};
+use super::key_ranges::KeyRangeLayout;
 use super::tensor_maps::TensorMapConfig;
 use super::{Launch, Parameter, sinks, widens_gradients};
 use crate::cuda::device::Device;
@@ -63,6 +65,7 @@ pub(super) struct WorkspaceLayout {
     partial_dk: *mut u8,
     partial_dv: *mut u8,
     log2_head_splits: u32,
+    key_ranges: Option<KeyRangeLayout>,
     pub(super) num_query_blocks: usize,
     num_row_tiles: usize,
     /// Bytes from the start of the workspace to the end of the last buffer.
@@ -71,13 +74,15 @@ pub(super) struct WorkspaceLayout {
 
 impl WorkspaceLayout {
     /// Lays the buffers out from `start` on. Each sequence begins at a new row tile and at a new block of `queries`. dQ is
-    /// accumulated in `columns` columns, or not in memory if that is 0.
+    /// accumulated in `columns` columns, or not in memory if that is 0. `range_keys` is the rows of K if query rows have bounds
+    /// of their keys.
     fn new(
         start: *mut u8,
         queries: u32,
         columns: u32,
         [rows, seqs, heads]: [usize; 3],
         partial: PartialGradients,
+        range_keys: Option<usize>,
     ) -> Self {
         let queries = queries as usize;
         let num_query_blocks = (rows + (queries - 1) * seqs) / queries + 1;
@@ -101,6 +106,7 @@ impl WorkspaceLayout {
             partial_dk: place(partial.dk_bytes),
             partial_dv: place(partial.dv_bytes),
             log2_head_splits: partial.log2_head_splits,
+            key_ranges: range_keys.map(|keys| KeyRangeLayout::new([rows, seqs, keys], num_query_blocks, &mut place)),
             num_query_blocks,
             num_row_tiles,
             bytes,
@@ -116,7 +122,8 @@ impl WorkspaceLayout {
     ) -> Option<Self> {
         let Attention { num_rows, max_seqs, num_q_heads, .. } = problem.forward;
         let start = problem.workspace.as_ref()?.data;
-        Some(Self::new(start, queries, columns, [num_rows, max_seqs, num_q_heads], partial))
+        let range_keys = (!problem.forward.queries.key_ranges.is_none()).then_some(problem.num_keys);
+        Some(Self::new(start, queries, columns, [num_rows, max_seqs, num_q_heads], partial, range_keys))
     }
 
     /// Whether query heads of a KV head are split.
@@ -222,20 +229,25 @@ impl WorkspaceLayout {
 /// A kernel's name, launch configuration and axis values. Its parameter begins with a [`HopperBackwardParams`].
 pub(super) type KernelStep<'a> = (&'static str, LaunchConfig, &'a [&'static str]);
 
-/// The launches of `prepare` and `main`, followed by that of the sinks' gradients if the call has any. The main kernel starts
-/// while the last CTAs of `prepare` run, and waits for their end before it reads anything (`wait_for_previous_kernel`).
+/// The launches of `before` and `main`, followed by that of the sinks' gradients if the call has any. The main kernel starts
+/// while the last CTAs of the one before it run, and waits for their end before it reads anything
+/// (`wait_for_previous_kernel`).
 pub(super) fn build_launches<'p>(
     problem: &FlashAttnVarlenBwd,
-    [prepare, main]: [KernelStep; 2],
+    before: &[KernelStep],
+    main: KernelStep,
     parameter: &Parameter<'p>,
 ) -> Result<Vec<Launch<'p>>> {
-    let launch_of = |(kernel, config, values): KernelStep| {
+    let launch_of = |&(kernel, config, values): &KernelStep| {
         let variant = variants::find(kernel, values)?;
         Ok(Launch::new(kernel, variant, config, parameter.clone()))
     };
     let attributes = LaunchAttributes { starts_early: true, ..LaunchAttributes::NONE };
-    let main = Launch { attributes, ..launch_of(main)? };
-    Ok([launch_of(prepare)?, main].into_iter().chain(sinks(problem, parameter.clone())?).collect())
+    let main = Launch { attributes, ..launch_of(&main)? };
+    let mut launches = before.iter().map(launch_of).collect::<Result<Vec<_>>>()?;
+    launches.push(main);
+    launches.extend(sinks(problem, parameter.clone())?);
+    Ok(launches)
 }
 
 /// A parameter that is made once, by the first launch that needs it, and shared by the others.
@@ -277,9 +289,15 @@ impl HopperBackward {
         let main = layout.main_config(problem, &device, tiles, self.tile.shared_bytes);
         let dtype = variants::dtype_value(problem.forward.q.dtype);
         let values = [dtype, self.tile.head_dim_value, self.tile.logits];
-        let steps = [("hopper_bwd_prepare", prepare, &values[..2]), ("hopper_bwd", main, &values[..])];
-        let params = defer_params(move || layout.params(problem, &device, &self.tensor_maps(problem)));
-        let mut launches = build_launches(problem, steps, &Parameter::Hopper(params))?;
+        let mut before = vec![("hopper_bwd_prepare", prepare, &values[..2])];
+        let plan_ranges = |ranges: KeyRangeLayout| ("hopper_bwd_plan_ranges", ranges.plan_config(), &values[1..2]);
+        before.extend(layout.key_ranges.map(plan_ranges));
+        let params = move || layout.params(problem, &device, &self.tensor_maps(problem));
+        let parameter = match layout.key_ranges {
+            None => Parameter::Hopper(defer_params(params)),
+            Some(ranges) => Parameter::HopperKeyRanges(defer_params(move || Ok(ranges.params(problem, &params()?)))),
+        };
+        let mut launches = build_launches(problem, &before, ("hopper_bwd", main, &values[..]), &parameter)?;
         launches.extend(head_splits::combine(
             problem,
             layout.log2_head_splits,
@@ -294,13 +312,18 @@ impl HopperBackward {
     }
 }
 
-/// The logits transform of the call, a value of the axis `logits`; `None` if the kernels have no such transform.
+/// The value of the axis `logits` for the call: its logits transform, or that its rows have bounds of their keys; `None` if no
+/// kernel is built for it.
 pub(super) fn logits_transform(forward: &Attention) -> Option<&'static str> {
-    let Score { softcap, alibi, q_scale, k_scale, .. } = &forward.score;
-    match (*softcap > 0.0, alibi.is_some(), q_scale.is_some() || k_scale.is_some()) {
+    let Score { softcap, alibi, q_scale, k_scale, bias, .. } = &forward.score;
+    if q_scale.is_some() || k_scale.is_some() || bias.is_some() {
+        return None;
+    }
+    match (*softcap > 0.0, alibi.is_some(), !forward.queries.key_ranges.is_none()) {
         (false, false, false) => Some("none"),
         (true, false, false) => Some("softcap"),
         (false, true, false) => Some("alibi"),
+        (false, false, true) => Some("key_ranges"),
         _ => None,
     }
 }
@@ -335,169 +358,4 @@ fn fills_query_blocks(forward: &Attention, queries: u32) -> bool {
 }
 
 #[cfg(test)]
-pub(super) mod tests {
-    use super::*;
-    use crate::cuda::attention::tests::{device, problem};
-    use crate::problem::KvView;
-    use crate::problem::attention::Alibi;
-    use crate::problem::workspace::{AttentionSizes, head_splits};
-    use crate::tensor::{DType, Tensor};
-    use std::ptr::{null, null_mut};
-
-    /// 1000 rows of 4 heads over 2 KV heads and as many keys, in 7 sequences, without memory.
-    pub(in super::super) fn gradients(head_dim: usize) -> FlashAttnVarlenBwd<'static> {
-        let leak = |heads: usize| -> &'static [i64] { Box::leak(Box::new([1000, heads as i64, head_dim as i64])) };
-        let query_tensor = Tensor::dense(DType::BF16, null_mut(), leak(4));
-        let key_tensor = Tensor::dense(DType::BF16, null_mut(), leak(2));
-        let base = problem(1000, 7, 4, head_dim);
-        let view = KvView { token_stride: 2 * head_dim as i64, head_stride: head_dim as i64, ..base.k };
-        let forward = Attention { q: query_tensor, k: view, v: view, out: query_tensor, ..base };
-        FlashAttnVarlenBwd {
-            forward,
-            dout: query_tensor,
-            dlse: None,
-            dq: query_tensor,
-            dk: key_tensor,
-            dv: key_tensor,
-            dsinks: None,
-            dbias: None,
-            workspace: Some(Tensor::dense(DType::U8, null_mut(), &[4_000_000])),
-            num_keys: 1000,
-            deterministic: false,
-        }
-    }
-
-    #[test]
-    fn the_kernels_take_what_they_are_built_for() {
-        let takes = |problem: &FlashAttnVarlenBwd| HopperBackward::of(problem, &device(true)).is_some();
-        for head_dim in (8..=256).step_by(8) {
-            assert_eq!(takes(&gradients(head_dim)), head_dim <= 128, "{head_dim}");
-        }
-        assert!(HopperBackward::of(&gradients(128), &device(false)).is_none());
-        let with = |change: &dyn Fn(&mut Attention)| {
-            let mut problem = gradients(128);
-            change(&mut problem.forward);
-            takes(&problem)
-        };
-        assert!(with(&|forward| forward.score = Score { window_left: 5, window_right: 0, ..forward.score }));
-        assert!(with(&|forward| forward.score.window_left = i64::MAX));
-        assert!(!with(&|forward| forward.score.window_left = 1 << 30));
-        let alibi = Some(Alibi { slopes: null(), per_sequence: false });
-        assert!(with(&|forward| forward.score.softcap = 1.0));
-        assert!(with(&|forward| forward.score.alibi = alibi));
-        assert!(!with(&|forward| forward.score = Score { softcap: 1.0, alibi, ..forward.score }));
-        assert!(!with(&|forward| forward.q.dtype = DType::F32));
-        assert!(!with(&|forward| forward.k.token_stride = 260));
-        assert!(!with(&|forward| forward.v.token_stride = 0));
-        let large_workspace = |bytes: &'static [i64; 1]| FlashAttnVarlenBwd {
-            workspace: Some(Tensor::dense(DType::U8, null_mut(), bytes)),
-            ..gradients(128)
-        };
-        assert!(takes(&large_workspace(&[4_000_000])) && !takes(&large_workspace(&[2_000_000])));
-        assert!(!takes(&FlashAttnVarlenBwd { workspace: None, ..gradients(128) }));
-        let wide = |tensor| Tensor { dtype: DType::F32, ..tensor };
-        let FlashAttnVarlenBwd { dq, dk, dv, .. } = gradients(128);
-        assert!(takes(&FlashAttnVarlenBwd { dq: wide(dq), dk: wide(dk), dv: wide(dv), ..gradients(128) }));
-    }
-
-    #[test]
-    fn short_sequences_of_large_groups_are_left_to_the_portable_kernels() {
-        let takes = |seqs, heads| {
-            let mut problem = gradients(128);
-            problem.workspace = Some(Tensor::dense(DType::U8, null_mut(), &[90_000_000]));
-            problem.forward = Attention { max_seqs: seqs, num_q_heads: heads, ..problem.forward };
-            HopperBackward::of(&problem, &device(true)).is_some()
-        };
-        // A step has 64 queries: 21 rows per sequence are a third of it.
-        assert!(takes(46, 8) && !takes(47, 8) && takes(500, 6));
-    }
-
-    #[test]
-    fn query_heads_of_few_kv_heads_are_split() {
-        const LARGE: &[i64; 1] = &[1 << 30];
-        let splits_of = |heads: [usize; 2], [seqs, length]: [usize; 2], window_right, workspace: &'static [i64; 1]| {
-            let mut problem = gradients(128);
-            problem.num_keys = seqs * length;
-            let forward = problem.forward;
-            let score = Score { window_right, ..forward.score };
-            let [num_q_heads, num_kv_heads] = heads;
-            problem.forward =
-                Attention { num_rows: seqs * length, max_seqs: seqs, num_q_heads, num_kv_heads, score, ..forward };
-            problem.workspace = Some(Tensor::dense(DType::U8, null_mut(), workspace));
-            let device = Device { sms: 132, ..device(true) };
-            let config = HopperBackward::of(&problem, &device).expect("the kernels take the call");
-            let layout = config.layout;
-            let kernels = config.launches(&problem, device).expect("there are kernels").len();
-            assert_eq!(kernels, 2 + usize::from(layout.splits_heads()));
-            1 << layout.log2_head_splits
-        };
-        for (heads, expected) in [
-            ([16, 1], 8),
-            ([8, 1], 4),
-            ([28, 1], 4),
-            ([12, 1], 4),
-            ([24, 2], 4),
-            ([32, 4], 2),
-            ([7, 1], 1),
-            ([2, 2], 1),
-            ([64, 8], 1),
-        ] {
-            assert_eq!(splits_of(heads, [1, 1000], 0, LARGE), expected, "{heads:?}");
-        }
-        // Without the parts' memory.
-        assert_eq!(splits_of([16, 1], [1, 1000], 0, &[11_000_000]), 1);
-        // With enough tiles, a part has eight heads, or its tiles at least 32 steps.
-        let splits_of_16k_tokens = |seqs| {
-            let calls = [[16, 1], [32, 1], [64, 1], [16, 4], [32, 4]];
-            calls.map(|heads| splits_of(heads, [seqs, 16384 / seqs], 0, LARGE))
-        };
-        assert_eq!(splits_of_16k_tokens(4), [8, 4, 8, 2, 1]);
-        assert_eq!(splits_of_16k_tokens(16), [4, 4, 8, 1, 1]);
-        // 128 tiles of one length fill the 132 SMs, 32 or 150 do not.
-        let equal_tiles = [32, 128, 150].map(|tiles| splits_of([16, 1], [1, tiles * KEYS as usize], -1, LARGE));
-        assert_eq!(equal_tiles, [8, 1, 8]);
-    }
-
-    #[test]
-    fn what_the_front_ends_allocate_is_enough() {
-        let narrow = HOPPER_BWD.iter().filter(|tile| tile.logits == "none");
-        // Past 128 columns there is no dq_accum.
-        let wide = [(192, 128, 0), (256, 128, 0)];
-        for (dim, queries, columns) in narrow.map(|tile| (tile.head_dim, tile.queries, tile.head_dim)).chain(wide) {
-            // The call has one KV head, and as many keys as queries.
-            let partial_gradients = |keys: usize, heads: usize| {
-                let splits = head_splits(heads as i64, 1) as usize;
-                let column_bytes = if splits == 1 { 0 } else { 4 * splits * keys };
-                let dims = [dim as usize, dim as usize - 8];
-                let [dk_bytes, dv_bytes] = dims.map(|columns| columns * column_bytes);
-                PartialGradients { log2_head_splits: splits.ilog2(), dk_bytes, dv_bytes }
-            };
-            for (rows, seqs, heads) in
-                [(1, 1, 1), (17, 5, 3), (4096, 1, 16), (16384, 4, 16), (100, 4000, 2), (77, 0, 8)]
-            {
-                for dtype in [DType::F16, DType::BF16] {
-                    let dim = i64::from(dim);
-                    let wanted = AttentionSizes {
-                        num_q_heads: heads as i64,
-                        num_kv_heads: 1,
-                        head_dim: dim,
-                        value_dim: dim - 8,
-                        dtype,
-                        batch_invariant: false,
-                    }
-                    .gradients_workspace();
-                    let allocated = wanted.fixed + wanted.per_row * rows as i64 + wanted.per_sequence * seqs as i64;
-                    for start in [0x1000, 0x1001, 0x107f] {
-                        let partial =
-                            if columns == 0 { PartialGradients::NONE } else { partial_gradients(rows, heads) };
-                        let sizes = [rows, seqs, heads];
-                        let layout = WorkspaceLayout::new(start as *mut u8, queries, columns, sizes, partial);
-                        assert!(layout.bytes as i64 <= allocated, "{rows} rows, {seqs} sequences, {heads} heads");
-                        // At most 2 % of the allocation is unused.
-                        assert!(allocated <= layout.bytes as i64 * 51 / 50 + 10_000 * heads as i64);
-                    }
-                }
-            }
-        }
-    }
-}
+pub(super) mod tests;

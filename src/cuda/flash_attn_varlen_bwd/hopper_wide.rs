@@ -68,14 +68,11 @@ impl HopperWideBackward {
         let tiles = max_tiles(problem, KEYS).max(blocks as i64);
         let shared_memory = keys.shared_bytes.max(queries.shared_bytes);
         let plan = if keys.dim > 192 { "256" } else { "192" };
-        let steps = [
-            ("hopper_bwd_prepare", WorkspaceLayout::prepare_config(problem), &[dtype, plan][..]),
-            (
-                "hopper_bwd_wide",
-                self.layout.main_config(problem, &device, tiles, shared_memory),
-                &[dtype, keys.head_dim, keys.logits],
-            ),
-        ];
+        let prepare_values = [dtype, plan];
+        let prepare = ("hopper_bwd_prepare", WorkspaceLayout::prepare_config(problem), &prepare_values[..]);
+        let main_values = [dtype, keys.head_dim, keys.logits];
+        let config = self.layout.main_config(problem, &device, tiles, shared_memory);
+        let main = ("hopper_bwd_wide", config, &main_values[..]);
         let params = defer_params(move || {
             let [q, k, v, dout] = self.dq_tensor_maps(problem);
             Ok(HopperWideBackwardParams {
@@ -86,7 +83,7 @@ impl HopperWideBackward {
                 dout: dout.encode(problem)?,
             })
         });
-        build_launches(problem, steps, &Parameter::HopperWide(params))
+        build_launches(problem, &[prepare], main, &Parameter::HopperWide(params))
     }
 
     /// Tensor maps of q, k, v, dout, dk, dv for the kernel of dK and dV, which streams q and dout.

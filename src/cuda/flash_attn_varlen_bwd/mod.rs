@@ -8,6 +8,7 @@ mod bias;
 mod head_splits;
 mod hopper;
 mod hopper_wide;
+mod key_ranges;
 mod portable;
 mod tensor_maps;
 
@@ -19,7 +20,9 @@ use super::params::attention::AttentionParams;
 use super::params::attention_bwd::BackwardParams;
 use super::params::attention_bwd_sinks::SINKS_THREADS;
 use super::params::bias::BiasBackwardParams;
-use super::params::hopper_bwd::{CombineGradientsParams, HopperBackwardParams, HopperWideBackwardParams};
+use super::params::hopper_bwd::{
+    CombineGradientsParams, HopperBackwardParams, HopperKeyRangeBackwardParams, HopperWideBackwardParams,
+};
 use super::params::key_ranges::KeyRangeBackwardParams;
 use super::variants;
 use crate::error::Result;
@@ -68,6 +71,7 @@ enum Parameter<'p> {
     KeyRanges(Rc<KeyRangeBackwardParams>),
     Bias(Rc<BiasBackwardParams>),
     Hopper(Rc<DeferredParams<'p, HopperBackwardParams>>),
+    HopperKeyRanges(Rc<DeferredParams<'p, HopperKeyRangeBackwardParams>>),
     HopperWide(Rc<DeferredParams<'p, HopperWideBackwardParams>>),
     CombineGradients(CombineGradientsParams),
 }
@@ -79,6 +83,7 @@ impl kernel_launch::Parameter for Parameter<'_> {
             Self::KeyRanges(params) => params.pass(enqueue),
             Self::Bias(params) => params.pass(enqueue),
             Self::Hopper(params) => params.as_ref().as_ref().map_err(Clone::clone)?.pass(enqueue),
+            Self::HopperKeyRanges(params) => params.as_ref().as_ref().map_err(Clone::clone)?.pass(enqueue),
             Self::HopperWide(params) => params.as_ref().as_ref().map_err(Clone::clone)?.pass(enqueue),
             Self::CombineGradients(params) => params.pass(enqueue),
         }
@@ -92,8 +97,7 @@ type Launch<'p> = kernel_launch::Launch<Parameter<'p>>;
 type Strategy = for<'p> fn(&'p FlashAttnVarlenBwd, Device) -> Result<Option<Vec<Launch<'p>>>>;
 
 /// In the order in which they are tried.
-const STRATEGIES: [Strategy; 4] =
-    [portable::launches_of_own_shapes, hopper::launches, hopper_wide::launches, portable::launches];
+const STRATEGIES: [Strategy; 3] = [hopper::launches, hopper_wide::launches, portable::launches];
 
 fn launches<'p>(problem: &'p FlashAttnVarlenBwd) -> Result<Vec<Launch<'p>>> {
     let device = Device::current()?;

@@ -115,14 +115,6 @@ fn gradient_launch<'p>(
     Ok((ctas > 0).then(|| Launch::new(kernel, variant, config, parameter)))
 }
 
-/// The launches of a call whose rows have bounds of their keys, or that has a bias: no other kernel knows of these.
-pub(super) fn launches_of_own_shapes<'p>(
-    problem: &'p FlashAttnVarlenBwd,
-    device: Device,
-) -> Result<Option<Vec<Launch<'p>>>> {
-    if own_shape(&problem.forward).is_none() { Ok(None) } else { launches(problem, device) }
-}
-
 /// The launches of a call; never `None`, because these kernels support every call.
 pub(super) fn launches<'p>(problem: &'p FlashAttnVarlenBwd, device: Device) -> Result<Option<Vec<Launch<'p>>>> {
     let forward = &problem.forward;

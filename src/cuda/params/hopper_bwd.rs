@@ -1,6 +1,7 @@
 //! Parameters of the backward kernels of sm_90a.
 
 use super::attention_bwd::BackwardParams;
+use super::key_ranges::KeyRangeSource;
 use super::tensor_map::TensorMap;
 use std::ffi::c_void;
 
@@ -77,6 +78,52 @@ pub struct HopperBackwardParams {
     pub log2_head_splits: i32,
     /// Whether `base.dk` and `base.dv` are f32: the gradients of the call, or partial sums, one per part.
     pub widens_key_gradients: i32,
+}
+
+/// The keys `[begin, end)` of a query row that has bounds of its keys, counted from the first key of its sequence's plan; 0 and
+/// 0 if it attends to none.
+#[derive(Clone, Copy)]
+#[repr(C, align(8))]
+pub struct RowKeys {
+    pub begin: i32,
+    pub end: i32,
+}
+
+/// The keys of such rows of a query block: `[begin, end)` is the smallest range with the keys of all its rows, each row attends
+/// to all of `[common_begin, common_end)`. All are 0 if no row attends to a key.
+#[derive(Clone, Copy)]
+#[repr(C, align(16))]
+pub struct QueryBlockKeys {
+    pub begin: i32,
+    pub end: i32,
+    pub common_begin: i32,
+    pub common_end: i32,
+}
+
+/// What attends to a block of keys of a sequence whose rows have bounds.
+#[derive(Clone, Copy)]
+#[repr(C)]
+pub struct KeyBlockQueries {
+    /// The query blocks from the first to the last whose range of keys reaches into the block; if there is none, any one of the
+    /// sequence.
+    pub first_block: i32,
+    pub num_blocks: i32,
+    /// Bit i % 32 of word i / 32 is set if some row attends to key i of the block, or if there is no such key.
+    pub attended: [u32; 4],
+}
+
+/// The parameter of `hopper_bwd_*_key_ranges` and of `hopper_bwd_plan_ranges`, which writes the lists.
+#[derive(Clone, Copy)]
+#[repr(C)]
+pub struct HopperKeyRangeBackwardParams {
+    pub common: HopperBackwardParams,
+    pub ranges: KeyRangeSource,
+    /// `[Tq]`
+    pub row_keys: *mut RowKeys,
+    /// `[num_query_blocks]`
+    pub query_block_keys: *mut QueryBlockKeys,
+    /// Blocks of 128 keys over all sequences; see `first_key_block()`.
+    pub key_block_queries: *mut KeyBlockQueries,
 }
 
 /// Parameters of `hopper_bwd_combine`, which adds up the partial sums of split query heads.

@@ -1,0 +1,177 @@
+//! Which calls Hopper's gradients up to 128 columns take, and the workspace that they need.
+
+use super::*;
+use crate::cuda::attention::tests::{device, problem};
+use crate::problem::KvView;
+use crate::problem::attention::{Alibi, Bias, KeyRanges};
+use crate::problem::workspace::{AttentionSizes, head_splits};
+use crate::tensor::{DType, Tensor};
+use std::ptr::{dangling, null, null_mut};
+
+/// 1000 rows of 4 heads over 2 KV heads and as many keys, in 7 sequences, without memory.
+pub(in super::super) fn gradients(head_dim: usize) -> FlashAttnVarlenBwd<'static> {
+    let leak = |heads: usize| -> &'static [i64] { Box::leak(Box::new([1000, heads as i64, head_dim as i64])) };
+    let query_tensor = Tensor::dense(DType::BF16, null_mut(), leak(4));
+    let key_tensor = Tensor::dense(DType::BF16, null_mut(), leak(2));
+    let base = problem(1000, 7, 4, head_dim);
+    let view = KvView { token_stride: 2 * head_dim as i64, head_stride: head_dim as i64, ..base.k };
+    let forward = Attention { q: query_tensor, k: view, v: view, out: query_tensor, ..base };
+    FlashAttnVarlenBwd {
+        forward,
+        dout: query_tensor,
+        dlse: None,
+        dq: query_tensor,
+        dk: key_tensor,
+        dv: key_tensor,
+        dsinks: None,
+        dbias: None,
+        workspace: Some(Tensor::dense(DType::U8, null_mut(), &[4_000_000])),
+        num_keys: 1000,
+        deterministic: false,
+    }
+}
+
+#[test]
+fn the_kernels_take_what_they_are_built_for() {
+    let takes = |problem: &FlashAttnVarlenBwd| HopperBackward::of(problem, &device(true)).is_some();
+    for head_dim in (8..=256).step_by(8) {
+        assert_eq!(takes(&gradients(head_dim)), head_dim <= 128, "{head_dim}");
+    }
+    assert!(HopperBackward::of(&gradients(128), &device(false)).is_none());
+    let with = |change: &dyn Fn(&mut Attention)| {
+        let mut problem = gradients(128);
+        change(&mut problem.forward);
+        takes(&problem)
+    };
+    assert!(with(&|forward| forward.score = Score { window_left: 5, window_right: 0, ..forward.score }));
+    assert!(with(&|forward| forward.score.window_left = i64::MAX));
+    assert!(!with(&|forward| forward.score.window_left = 1 << 30));
+    let alibi = Some(Alibi { slopes: null(), per_sequence: false });
+    assert!(with(&|forward| forward.score.softcap = 1.0));
+    assert!(with(&|forward| forward.score.alibi = alibi));
+    assert!(!with(&|forward| forward.score = Score { softcap: 1.0, alibi, ..forward.score }));
+    let key_ranges = KeyRanges { start: None, end: Some(dangling()) };
+    assert!(with(&|forward| forward.queries.key_ranges = key_ranges));
+    let both = |forward: &mut Attention| {
+        forward.queries.key_ranges = key_ranges;
+        forward.score.softcap = 1.0;
+    };
+    assert!(!with(&both));
+    let bias = Bias { data: null(), dtype: DType::BF16, seqs: 1, heads: 1, rows: 9, keys: 9 };
+    assert!(!with(&|forward| forward.score.bias = Some(bias)));
+    assert!(!with(&|forward| forward.q.dtype = DType::F32));
+    assert!(!with(&|forward| forward.k.token_stride = 260));
+    assert!(!with(&|forward| forward.v.token_stride = 0));
+    let large_workspace = |bytes: &'static [i64; 1]| FlashAttnVarlenBwd {
+        workspace: Some(Tensor::dense(DType::U8, null_mut(), bytes)),
+        ..gradients(128)
+    };
+    assert!(takes(&large_workspace(&[4_000_000])) && !takes(&large_workspace(&[2_000_000])));
+    assert!(!takes(&FlashAttnVarlenBwd { workspace: None, ..gradients(128) }));
+    let wide = |tensor| Tensor { dtype: DType::F32, ..tensor };
+    let FlashAttnVarlenBwd { dq, dk, dv, .. } = gradients(128);
+    assert!(takes(&FlashAttnVarlenBwd { dq: wide(dq), dk: wide(dk), dv: wide(dv), ..gradients(128) }));
+}
+
+#[test]
+fn short_sequences_of_large_groups_are_left_to_the_portable_kernels() {
+    let takes = |seqs, heads| {
+        let mut problem = gradients(128);
+        problem.workspace = Some(Tensor::dense(DType::U8, null_mut(), &[90_000_000]));
+        problem.forward = Attention { max_seqs: seqs, num_q_heads: heads, ..problem.forward };
+        HopperBackward::of(&problem, &device(true)).is_some()
+    };
+    // A step has 64 queries: 21 rows per sequence are a third of it.
+    assert!(takes(46, 8) && !takes(47, 8) && takes(500, 6));
+}
+
+#[test]
+fn query_heads_of_few_kv_heads_are_split() {
+    const LARGE: &[i64; 1] = &[1 << 30];
+    let splits_of = |heads: [usize; 2], [seqs, length]: [usize; 2], window_right, workspace: &'static [i64; 1]| {
+        let mut problem = gradients(128);
+        problem.num_keys = seqs * length;
+        let forward = problem.forward;
+        let score = Score { window_right, ..forward.score };
+        let [num_q_heads, num_kv_heads] = heads;
+        problem.forward =
+            Attention { num_rows: seqs * length, max_seqs: seqs, num_q_heads, num_kv_heads, score, ..forward };
+        problem.workspace = Some(Tensor::dense(DType::U8, null_mut(), workspace));
+        let device = Device { sms: 132, ..device(true) };
+        let config = HopperBackward::of(&problem, &device).expect("the kernels take the call");
+        let layout = config.layout;
+        let kernels = config.launches(&problem, device).expect("there are kernels").len();
+        assert_eq!(kernels, 2 + usize::from(layout.splits_heads()));
+        1 << layout.log2_head_splits
+    };
+    for (heads, expected) in [
+        ([16, 1], 8),
+        ([8, 1], 4),
+        ([28, 1], 4),
+        ([12, 1], 4),
+        ([24, 2], 4),
+        ([32, 4], 2),
+        ([7, 1], 1),
+        ([2, 2], 1),
+        ([64, 8], 1),
+    ] {
+        assert_eq!(splits_of(heads, [1, 1000], 0, LARGE), expected, "{heads:?}");
+    }
+    // Without the parts' memory.
+    assert_eq!(splits_of([16, 1], [1, 1000], 0, &[11_000_000]), 1);
+    // With enough tiles, a part has eight heads, or its tiles at least 32 steps.
+    let splits_of_16k_tokens = |seqs| {
+        let calls = [[16, 1], [32, 1], [64, 1], [16, 4], [32, 4]];
+        calls.map(|heads| splits_of(heads, [seqs, 16384 / seqs], 0, LARGE))
+    };
+    assert_eq!(splits_of_16k_tokens(4), [8, 4, 8, 2, 1]);
+    assert_eq!(splits_of_16k_tokens(16), [4, 4, 8, 1, 1]);
+    // 128 tiles of one length fill the 132 SMs, 32 or 150 do not.
+    let equal_tiles = [32, 128, 150].map(|tiles| splits_of([16, 1], [1, tiles * KEYS as usize], -1, LARGE));
+    assert_eq!(equal_tiles, [8, 1, 8]);
+}
+
+#[test]
+fn what_the_front_ends_allocate_is_enough() {
+    let narrow = HOPPER_BWD.iter().filter(|tile| tile.logits == "none");
+    // Past 128 columns there is no dq_accum.
+    let wide = [(192, 128, 0), (256, 128, 0)];
+    for (dim, queries, columns) in narrow.map(|tile| (tile.head_dim, tile.queries, tile.head_dim)).chain(wide) {
+        // The call has one KV head, and as many keys as queries.
+        let partial_gradients = |keys: usize, heads: usize| {
+            let splits = head_splits(heads as i64, 1) as usize;
+            let column_bytes = if splits == 1 { 0 } else { 4 * splits * keys };
+            let dims = [dim as usize, dim as usize - 8];
+            let [dk_bytes, dv_bytes] = dims.map(|columns| columns * column_bytes);
+            PartialGradients { log2_head_splits: splits.ilog2(), dk_bytes, dv_bytes }
+        };
+        for (rows, seqs, heads) in [(1, 1, 1), (17, 5, 3), (4096, 1, 16), (16384, 4, 16), (100, 4000, 2), (77, 0, 8)] {
+            for dtype in [DType::F16, DType::BF16] {
+                let dim = i64::from(dim);
+                let wanted = AttentionSizes {
+                    num_q_heads: heads as i64,
+                    num_kv_heads: 1,
+                    head_dim: dim,
+                    value_dim: dim - 8,
+                    dtype,
+                    batch_invariant: false,
+                }
+                .gradients_workspace();
+                let allocated = wanted.fixed + wanted.per_row * rows as i64 + wanted.per_sequence * seqs as i64;
+                for start in [0x1000, 0x1001, 0x107f] {
+                    let partial = if columns == 0 { PartialGradients::NONE } else { partial_gradients(rows, heads) };
+                    let sizes = [rows, seqs, heads];
+                    let place = |keys| WorkspaceLayout::new(start as *mut u8, queries, columns, sizes, partial, keys);
+                    let layout = place(None);
+                    if columns > 0 {
+                        assert!(place(Some(rows)).bytes as i64 <= allocated, "{rows} rows, {seqs} sequences");
+                        assert!(place(Some(20 * rows)).bytes as i64 <= allocated);
+                    }
+                    assert!(layout.bytes as i64 <= allocated, "{rows} rows, {seqs} sequences, {heads} heads");
+                    // At most 2 % of the allocation is unused.
+                    assert!(allocated <= layout.bytes as i64 * 51 / 50 + 10_000 * heads as i64);
+                }
+            }
+        }
+    }
+}
