@@ -67,7 +67,7 @@ $(VENV)/docs.stamp: $(VENV)/test.stamp build_support/docs_requirements.txt
 # compiles all. Other values: none, or compute capabilities such as 80,90.
 CUDA_ARCHS ?= $(if $(CI),all,$(shell nvidia-smi -L >/dev/null 2>&1 && echo native || echo none))
 ifneq ($(CUDA_ARCHS),all)
-test demo serve serve-test lint docs: export XLA_ATTENTION_CUDA_ARCHS := $(CUDA_ARCHS)
+test demo serve serve-test lint docs emulate: export XLA_ATTENTION_CUDA_ARCHS := $(CUDA_ARCHS)
 endif
 
 build: $(VENV)/build.stamp
@@ -247,14 +247,17 @@ gpu-test:
 gpu-binaries: $(VENV)/build.stamp
 	cargo test $(TESTED) --tests --no-run --message-format=json | $(PYTHON) tests/gpu/collect.py
 
-# Runs GPU tests on the CPU with a fake libcuda (tests/emulator), a few at a time because it is slow.
+# Runs GPU tests on the CPU with a fake libcuda (tests/emulator), a few at a time because it is slow. It compiles kernels for the host
+# itself, and needs no others: unless all are built anyway, as in CI, stand-ins take their place.
 # Cargo marks target only if it makes it, and the kernels are cached there only if it is marked, so cargo runs first.
 emulate: EMULATED := $(or $(ARGS),--test it -- merge_attention_states:: kv_cache_update:: --skip rope_)
 emulate: $(VENV)/build.stamp
 	cargo test $(TESTED) --no-run $(EMULATED)
 	mkdir -p target/emulator
 	g++ -std=c++17 -O2 -Wall -Wextra -Werror -fPIC -shared tests/emulator/libcuda.cc -o target/emulator/libcuda.so.1 -ldl
+	python3 tests/emulator/compile.py --images target/emulator/images
 	LD_LIBRARY_PATH=$(CURDIR)/target/emulator XLA_ATTENTION_EMULATOR=$(CURDIR)/tests/emulator \
+	  $(if $(filter all,$(CUDA_ARCHS)),,XLA_ATTENTION_KERNEL_DIR=$(CURDIR)/target/emulator/images) \
 	  XLA_ATTENTION_EMULATOR_CACHE=$(CURDIR)/target/emulator/kernels XLA_ATTENTION_TEST_DEVICE=cuda \
 	  cargo test $(TESTED) $(EMULATED)
 

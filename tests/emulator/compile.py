@@ -2,6 +2,9 @@
 
 The library holds one kernel and the emulator, and exports `xa_emulate` and the size of the kernel's parameter. Its name
 contains a hash of all of its sources, so it is compiled only once.
+
+`compile.py --images FOLDER` writes a stand-in for the image of each kernel, for a build without kernels: the emulator
+does not look into images.
 """
 
 import hashlib
@@ -14,6 +17,7 @@ import subprocess
 import sys
 import tempfile
 import tomllib
+from collections.abc import Iterator
 
 HERE = pathlib.Path(__file__).resolve().parent
 KERNELS = HERE.parents[1] / "kernels"
@@ -40,16 +44,29 @@ EMULATOR_FILES |= {"hopper_mla_ptx.cuh": "hopper_mla/ptx.cuh"}
 FLAGS = "-std=c++17 -O2 -g1 -w -fPIC -shared -mfma -mf16c -ffp-contract=fast -fvisibility=hidden"
 
 
-def variant(entry: str) -> tuple[str, list[str]]:
-    """The source file of a kernel and the macros that select its variant."""
+def variants() -> Iterator[tuple[str, dict, tuple[str, ...]]]:
+    """The name, the kernel and the axis values of each variant."""
     for kernel in tomllib.loads((KERNELS / "variants.toml").read_text())["kernel"]:
         for values in itertools.product(*(axis["values"] for axis in kernel["axes"])):
-            if "_".join(["xa", kernel["name"], *values]) == entry:
-                names = (axis["name"].upper() for axis in kernel["axes"])
-                architecture = f"-D__CUDA_ARCH__={int(re.sub('[a-z]', '', kernel['target'])) * 10}"
-                defines = [f"-DXA_{n}={v}" for n, v in zip(names, values, strict=True)]
-                return kernel["source"], [architecture, *defines]
+            yield "_".join([kernel["name"], *values]), kernel, values
+
+
+def source_of(entry: str) -> tuple[str, list[str]]:
+    """The source file of a kernel and the macros that select its variant."""
+    for name, kernel, values in variants():
+        if f"xa_{name}" == entry:
+            names = (axis["name"].upper() for axis in kernel["axes"])
+            architecture = f"-D__CUDA_ARCH__={int(re.sub('[a-z]', '', kernel['target'])) * 10}"
+            defines = [f"-DXA_{n}={v}" for n, v in zip(names, values, strict=True)]
+            return kernel["source"], [architecture, *defines]
     sys.exit(f"kernels/variants.toml has no {entry}")
+
+
+def write_images(folder: str) -> None:
+    """Write the stand-ins."""
+    pathlib.Path(folder).mkdir(parents=True, exist_ok=True)
+    for name, _, _ in variants():
+        (pathlib.Path(folder) / f"{name}.ptx").write_text(".version 8.0\n")
 
 
 def host_source(text: str) -> str:
@@ -62,7 +79,7 @@ def host_source(text: str) -> str:
 
 def main(entry: str, cache: str) -> None:
     """Compile the library unless it exists."""
-    source, defines = variant(entry)
+    source, defines = source_of(entry)
     includes = (KERNELS / "include", GENERATED)
     headers = [header for include in includes for header in sorted(include.rglob("*.cuh"))]
     files = [KERNELS / source, *headers, *sorted(HERE.iterdir())]
@@ -88,4 +105,4 @@ def main(entry: str, cache: str) -> None:
 
 
 if __name__ == "__main__":
-    main(*sys.argv[1:])
+    write_images(sys.argv[2]) if sys.argv[1] == "--images" else main(*sys.argv[1:])
