@@ -1,14 +1,13 @@
-//! Random calls of the attention operators: forward, with a cache update, and backward.
+//! Random calls of the attention operators, forward and backward.
 
 use crate::fuzz_call::FuzzCall;
 use crate::generator::Generator;
 use crate::support::{
-    ATTENTION_DTYPES, Alibi, Array, AttentionCase, AttentionConfig, BF16, ClampedSequence, Dtypes, ErrorBound,
-    F8E4M3FN, F16, F32, FP8_DTYPES, GradientCase, GradientOptions, I8, InvalidMetadata, Invocation, KvGeometry,
-    KvLayout, LARGEST, Mask, MlaUpdateCase, Numbers, PagedUpdateCase, TreeMask, assert_gradients, assert_same,
-    assert_within, clamped_sequences, count, dequantized, expected_gradients, expected_rows_of, runs_on_cpu,
+    Alibi, Array, AttentionCase, AttentionConfig, BF16, ClampedSequence, Dtypes, ErrorBound, F8E4M3FN, F16, F32,
+    GradientCase, GradientOptions, I8, InvalidMetadata, Invocation, KvGeometry, KvLayout, LARGEST, Mask, Numbers,
+    TreeMask, assert_gradients, assert_within, clamped_sequences, count, dequantized, expected_gradients,
+    expected_rows_of, runs_on_cpu,
 };
-use std::collections::HashSet;
 use xla_attention::Op;
 
 /// Limits of the size of a call: multiplications in the reference, elements of an operand, rows, keys.
@@ -31,10 +30,10 @@ impl Limits {
 }
 
 /// Sizes and options of a call.
-struct ProblemSizes {
-    config: AttentionConfig,
+pub(crate) struct ProblemSizes {
+    pub(crate) config: AttentionConfig,
     alibi: Alibi,
-    rows: usize,
+    pub(crate) rows: usize,
     slots: usize,
     /// Rows of contiguous keys, or keys that a block table row may address.
     keys: usize,
@@ -42,7 +41,7 @@ struct ProblemSizes {
 }
 
 impl ProblemSizes {
-    fn generate(generator: &mut Generator, dtypes: Dtypes, mask: Mask, own_value_dim: bool) -> Self {
+    pub(crate) fn generate(generator: &mut Generator, dtypes: Dtypes, mask: Mask, own_value_dim: bool) -> Self {
         let limits = Limits::generate(generator);
         let kv_heads = generator.between(1, 3);
         let q_heads = kv_heads * generator.one_of(&[1, 1, 2, 3, 4, 5, 8, 17]);
@@ -90,7 +89,7 @@ impl ProblemSizes {
 }
 
 /// Keys and values, and their block tables.
-struct StoredKeys {
+pub(crate) struct StoredKeys {
     kv_geometry: KvGeometry,
     kv: Vec<Array>,
     /// The scales of the rows, if each has one.
@@ -100,7 +99,7 @@ struct StoredKeys {
 }
 
 impl StoredKeys {
-    fn generate(generator: &mut Generator, sizes: &ProblemSizes, layout: KvLayout) -> Self {
+    pub(crate) fn generate(generator: &mut Generator, sizes: &ProblemSizes, layout: KvLayout) -> Self {
         let config = &sizes.config;
         let mut kv_geometry = KvGeometry {
             layout,
@@ -179,7 +178,7 @@ fn bias(
 }
 
 /// A call with random metadata. Options that `target` lacks are off.
-fn case(generator: &mut Generator, target: Op, sizes: &ProblemSizes, stored: StoredKeys) -> AttentionCase {
+pub(crate) fn case(generator: &mut Generator, target: Op, sizes: &ProblemSizes, stored: StoredKeys) -> AttentionCase {
     let paged = target != Op::FlashAttnVarlen;
     let (slots, capacity) = (sizes.slots, stored.capacity());
     let q = sizes.queries(generator);
@@ -249,12 +248,12 @@ fn case(generator: &mut Generator, target: Op, sizes: &ProblemSizes, stored: Sto
 }
 
 /// Dtypes of `paged_attention`, which takes caches with a scale per row.
-fn paged_dtypes(generator: &mut Generator) -> Dtypes {
+pub(crate) fn paged_dtypes(generator: &mut Generator) -> Dtypes {
     if generator.chance(25) { generator.one_of(&Dtypes::SCALED) } else { generator.one_of(&Dtypes::ALL) }
 }
 
 /// Scales of tensors and heads, which a cache with a scale per row does not take.
-fn with_scales(generator: &mut Generator, mut sizes: ProblemSizes) -> ProblemSizes {
+pub(crate) fn with_scales(generator: &mut Generator, mut sizes: ProblemSizes) -> ProblemSizes {
     if sizes.config.dtypes.scaled {
         return sizes;
     }
@@ -281,7 +280,7 @@ fn floor(dtypes: Dtypes) -> f64 {
 
 /// Asserts that every row of `out` and `softmax_lse` is written: with +0 and -inf for rows of no sequence, and with the
 /// reference's result where `is_specified`.
-fn assert_forward_results(
+pub(crate) fn assert_forward_results(
     case: &AttentionCase,
     is_specified: impl Fn(&ClampedSequence) -> bool,
     out: &Array,
@@ -299,7 +298,7 @@ fn assert_forward_results(
 }
 
 /// Sizes and options of calls over a latent cache, whose values are the first columns of the keys.
-fn latent_sizes(generator: &mut Generator) -> ProblemSizes {
+pub(crate) fn latent_sizes(generator: &mut Generator) -> ProblemSizes {
     let (mask, dtypes) = (Mask { top_left: false, ..any_mask(generator) }, generator.one_of(&Dtypes::LATENT));
     let mut sizes = ProblemSizes::generate(generator, dtypes, mask, true);
     let scale = generator.scale(1);
@@ -344,7 +343,7 @@ pub(crate) fn forward(generator: &mut Generator, target: Op) -> FuzzCall {
     }
 }
 
-fn sliding(generator: &mut Generator) -> Mask {
+pub(crate) fn sliding(generator: &mut Generator) -> Mask {
     // `sliding_window` counts the query's own key, so that a window of 2^62 keys has a `window_left` of one less.
     Mask { window_left: generator.one_of(&[-1, -1, 0, 1, 6, (1 << 62) - 1]), ..Mask::CAUSAL }
 }
@@ -385,113 +384,6 @@ fn assert_isolated(case: &AttentionCase, first: &[Array], second: &[Array]) {
             assert!(of(first) == of(second), "the lse of row {row} depends on numbers of another sequence");
         }
     }
-}
-
-/// Calls of `paged_attention_update`.
-pub(crate) fn update(generator: &mut Generator) -> FuzzCall {
-    let (mask, dtypes) = (sliding(generator), paged_dtypes(generator));
-    let sizes = ProblemSizes::generate(generator, dtypes, mask, false);
-    let sizes = with_scales(generator, sizes);
-    let stored = StoredKeys::generate(generator, &sizes, KvLayout::Interleaved);
-    let mut case = case(generator, Op::PagedAttention, &sizes, stored);
-    case.lse = generator.chance(50);
-    let dtype = if dtypes.kv.size() == 1 { generator.one_of(&ATTENTION_DTYPES) } else { dtypes.kv };
-    let rows = [sizes.rows, sizes.config.kv_heads, sizes.config.head_dim];
-    let (key, value) = (generator.numbers(dtype, &rows), generator.numbers(dtype, &rows));
-    let wide_slots = generator.chance(50);
-    let slots = slots_of(generator, &case, wide_slots);
-    let (before, scales_before) = (case.kv[0].clone(), case.scale_cache.clone());
-    let mut update = PagedUpdateCase { attention: case, before, scales_before, key, value, slots, wide_slots };
-    update.recompute_cache();
-    let call = update.invocation(generator.chance(60));
-    FuzzCall::new(call, move |results| {
-        let case = &update.attention;
-        assert_same("the cache", &results[1], update.cache());
-        if let Some(scales) = &case.scale_cache {
-            assert_same("the scales", &results[4], scales);
-        }
-        assert_rows_of_own_keys(case, &update.slots, results);
-    })
-}
-
-/// Calls of `mla_paged_attention_update`.
-pub(crate) fn latent_update(generator: &mut Generator) -> FuzzCall {
-    let mut sizes = latent_sizes(generator);
-    sizes.config.head_dim = sizes.config.head_dim.max(16);
-    sizes.config.value_dim = sizes.config.value_dim.min(sizes.config.head_dim - 8);
-    let stored = StoredKeys::generate(generator, &sizes, KvLayout::Latent);
-    let mut case = case(generator, Op::MlaPagedAttention, &sizes, stored);
-    case.lse = generator.chance(50);
-    let (kv, AttentionConfig { head_dim, value_dim, .. }) = (sizes.config.dtypes.kv, sizes.config);
-    let dtype = if FP8_DTYPES.contains(&kv) { generator.one_of(&ATTENTION_DTYPES) } else { kv };
-    let c_kv = generator.numbers(dtype, &[sizes.rows, value_dim]);
-    let k_pe = generator.numbers(dtype, &[sizes.rows, head_dim - value_dim]);
-    let wide_slots = generator.chance(50);
-    let slots = slots_of(generator, &case, wide_slots);
-    let before = case.kv[0].clone();
-    let mut update = MlaUpdateCase { attention: case, before, c_kv, k_pe, slots, wide_slots };
-    update.recompute_cache();
-    let call = update.invocation(generator.chance(60));
-    FuzzCall::new(call, move |results| {
-        assert_same("the cache", &results[1], update.cache());
-        assert_rows_of_own_keys(&update.attention, &update.slots, results);
-    })
-}
-
-/// Asserts that the results of an update are right in sequences whose rows write the slots of their keys.
-fn assert_rows_of_own_keys(case: &AttentionCase, slots: &[i64], results: &[Array]) {
-    let writers = writers(case, slots);
-    let is_compared =
-        |m: &ClampedSequence| m.is_specified(InvalidMetadata::Clamped) && writes_its_own_keys(case, m, &writers);
-    assert_forward_results(case, is_compared, &results[0], case.lse.then(|| &results[2]));
-}
-
-/// The slots of the rows: usually those that the block table gives their keys, sometimes others or none, and no slot
-/// twice.
-fn slots_of(generator: &mut Generator, case: &AttentionCase, wide: bool) -> Vec<i64> {
-    let total = case.kv_geometry.num_pages * case.kv_geometry.page_size;
-    let mut slots = generator.slots(case.rows(), total, wide);
-    if generator.hostile && generator.chance(30) {
-        return slots;
-    }
-    for sequence in clamped_sequences(case) {
-        for (i, row) in sequence.rows().enumerate() {
-            slots[row] = key_index(&sequence, i).map_or(-1, |j| sequence.slot(case, j) as i64);
-        }
-    }
-    let mut seen = HashSet::new();
-    for slot in &mut slots {
-        if (0..total as i64).contains(slot) && !seen.insert(*slot) {
-            *slot = -1;
-        }
-    }
-    slots
-}
-
-/// The key of query i of a sequence, which the update stores.
-fn key_index(sequence: &ClampedSequence, i: usize) -> Option<usize> {
-    (i + sequence.len_k).checked_sub(sequence.len_q)
-}
-
-/// The row that writes each slot.
-fn writers(case: &AttentionCase, slots: &[i64]) -> Vec<Option<usize>> {
-    let mut writers = vec![None; case.kv_geometry.num_pages * case.kv_geometry.page_size];
-    for (row, &slot) in slots.iter().enumerate() {
-        if let Some(writer) = usize::try_from(slot).ok().and_then(|slot| writers.get_mut(slot)) {
-            *writer = Some(row);
-        }
-    }
-    writers
-}
-
-/// Whether each row of the sequence writes the slot of its key, and no other row writes a slot of the sequence.
-/// Otherwise its results are unspecified (`src/problem/paged_attention_update.rs`).
-fn writes_its_own_keys(case: &AttentionCase, sequence: &ClampedSequence, writers: &[Option<usize>]) -> bool {
-    let rows = || sequence.rows().enumerate();
-    (0..sequence.len_k).all(|j| {
-        let row = rows().find(|(i, _)| key_index(sequence, *i) == Some(j)).map(|(_, row)| row);
-        writers[sequence.slot(case, j)] == row
-    })
 }
 
 /// Calls of `flash_attn_varlen_bwd`.

@@ -8,6 +8,7 @@
 #![allow(clippy::print_stdout, reason = "says what was tried")]
 
 mod attention;
+mod attention_update;
 mod cache;
 mod fuzz_call;
 mod generator;

@@ -4,6 +4,7 @@
 //! call, and the others continue. On a GPU it consists of several threads with a stream each.
 
 use crate::attention;
+use crate::attention_update;
 use crate::cache;
 use crate::fuzz_call::{FuzzCall, FuzzDevice};
 use crate::generator::Generator;
@@ -34,10 +35,10 @@ type GenerateCall = fn(&mut Generator) -> FuzzCall;
 const KINDS: [(usize, GenerateCall); 11] = [
     (4, flash),
     (3, paged),
-    (2, attention::update),
+    (2, attention_update::update),
     (2, attention::backward),
     (1, latent),
-    (1, attention::latent_update),
+    (1, attention_update::latent_update),
     (2, cache::cache_update),
     (2, cache::rope),
     (1, cache::gather),
