@@ -73,6 +73,7 @@ mod reference_case;
 mod rope_case;
 mod scaled_cache;
 mod simple_add;
+mod stored_keys;
 mod strided;
 mod summary;
 mod test_device;
