@@ -248,7 +248,7 @@ gpu-binaries: $(VENV)/build.stamp
 	cargo test $(TESTED) --tests --no-run --message-format=json | $(PYTHON) tests/gpu/collect.py
 
 # Runs GPU tests on the CPU with a fake libcuda (tests/emulator), a few at a time because it is slow. It compiles kernels for the host
-# itself, and needs no others: unless all are built anyway, as in CI, stand-ins take their place.
+# itself, and needs no others: unless all are built anyway, as in CI, fake images take their place.
 # Cargo marks target only if it makes it, and the kernels are cached there only if it is marked, so cargo runs first.
 emulate: EMULATED := $(or $(ARGS),--test it -- merge_attention_states:: kv_cache_update:: --skip rope_)
 emulate: $(VENV)/build.stamp

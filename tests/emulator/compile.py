@@ -3,7 +3,7 @@
 The library holds one kernel and the emulator, and exports `xa_emulate` and the size of the kernel's parameter. Its name
 contains a hash of all of its sources, so it is compiled only once.
 
-`compile.py --images FOLDER` writes a stand-in for the image of each kernel, for a build without kernels: the emulator
+`compile.py --images FOLDER` writes a fake image of each kernel, for a build without kernels: the emulator
 does not look into images.
 """
 
@@ -63,7 +63,7 @@ def source_of(entry: str) -> tuple[str, list[str]]:
 
 
 def write_images(folder: str) -> None:
-    """Write the stand-ins."""
+    """Write the fake images."""
     pathlib.Path(folder).mkdir(parents=True, exist_ok=True)
     for name, _, _ in variants():
         (pathlib.Path(folder) / f"{name}.ptx").write_text(".version 8.0\n")
