@@ -268,14 +268,9 @@ pub(crate) fn with_scales(generator: &mut Generator, mut sizes: ProblemSizes) ->
 /// softmax weights and the output, a third one where a weight is multiplied by the scale of its row, and one rounding to
 /// fp8 where the weights may be fp8.
 fn floor(dtypes: Dtypes) -> f64 {
-    let rounding = match dtypes.compute() {
-        F16 => 2f64.powi(-11),
-        BF16 => 2f64.powi(-8),
-        _ => 0.0,
-    };
     let of_fp8 = if dtypes.q == F8E4M3FN && !runs_on_cpu() { 2f64.powi(-4) } else { 0.0 };
     let roundings = if dtypes.scaled { 3.0 } else { 2.0 };
-    3e-5 + roundings * rounding + of_fp8
+    3e-5 + roundings * dtypes.rounding() + of_fp8
 }
 
 /// Asserts that every row of `out` and `softmax_lse` is written: with +0 and -inf for rows of no sequence, and with the

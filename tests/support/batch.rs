@@ -69,6 +69,15 @@ impl Dtypes {
     pub fn compute(self) -> Dtype {
         if self.q == F8E4M3FN { self.out } else { self.q }
     }
+
+    /// The largest relative error of rounding to that dtype, if it has 16 bits.
+    pub fn rounding(self) -> f64 {
+        match self.compute() {
+            F16 => (-11f64).exp2(),
+            BF16 => (-8f64).exp2(),
+            _ => 0.0,
+        }
+    }
 }
 
 impl From<Dtype> for Dtypes {

@@ -342,8 +342,7 @@ pub fn lse_tolerance(exact: f64, dtypes: Dtypes, softcap: bool) -> f64 {
 
 /// Asserts that `out [Tq, Hq, Dv]`, and `lse [Hq, Tq]` if there is one, match. The error goes into the summary.
 pub fn assert_matches_expected(case: &AttentionCase, expected_rows: &ExpectedRows, out: &Array, lse: Option<&Array>) {
-    let rounding = if case.config.dtypes.compute() == F16 { (-11f64).exp2() } else { (-8f64).exp2() };
-    let of_scales = if case.scale_cache.is_some() { rounding } else { 0.0 };
+    let of_scales = if case.scale_cache.is_some() { case.config.dtypes.rounding() } else { 0.0 };
     let error_bound = ErrorBound::of(expected_rows.iter().flatten().flatten(), 1e-5 + of_scales);
     let largest = assert_within(case, expected_rows, error_bound, out, lse);
     summary::record(&case.name, case.config.dtypes, largest, error_bound);

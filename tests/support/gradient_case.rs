@@ -5,8 +5,8 @@
 
 use super::summary;
 use super::{
-    Array, AttentionCase, AttentionConfig, Attr, BF16, Batch, ClampedSequence, Comparison, Dtype, ErrorBound,
-    ExpectedRow, F16, F32, ForwardResults, HeadGradients, InvalidMetadata, Invocation, KvLayout, MemoryLayout, Numbers,
+    Array, AttentionCase, AttentionConfig, Attr, Batch, ClampedSequence, Comparison, Dtype, Dtypes, ErrorBound,
+    ExpectedRow, F32, ForwardResults, HeadGradients, InvalidMetadata, Invocation, KvLayout, MemoryLayout, Numbers,
     Random, ReferenceCase, U8, are_finite, clamped_sequences, differentiate, differentiate_naively, expected_rows,
     poisoned, put, runs_on_cpu,
 };
@@ -336,14 +336,9 @@ impl ExpectedGradient {
     }
 
     /// The bound of `docs/semantics.md#error-bounds`. `floor` is relative to the largest expected value. Of a few numbers, as
-    /// dsinks of few heads are, the naive formula's error says little, so two roundings to `dtype` are allowed besides.
-    fn error_bound(&self, floor: f64, dtype: Dtype) -> ErrorBound {
-        let rounding = match dtype {
-            F16 => (-11f64).exp2(),
-            BF16 => (-8f64).exp2(),
-            _ => 0.0,
-        };
-        let floor = if self.specified().take(4).count() < 4 { floor + 2.0 * rounding } else { floor };
+    /// dsinks of few heads are, the naive formula's error says little, so two roundings are allowed besides.
+    fn error_bound(&self, floor: f64, dtypes: Dtypes) -> ErrorBound {
+        let floor = if self.specified().take(4).count() < 4 { floor + 2.0 * dtypes.rounding() } else { floor };
         ErrorBound::of_numbers(self.specified().map(|i| (self.exact[i], self.naive[i])), 3.0, floor)
     }
 
@@ -380,7 +375,7 @@ pub fn assert_gradients(case: &GradientCase, expected: &ExpectedGradients, resul
         if result.dims == [0] {
             continue;
         }
-        let error_bound = gradient.error_bound(floor, case.forward.config.dtypes.compute());
+        let error_bound = gradient.error_bound(floor, case.forward.config.dtypes);
         let largest = gradient.assert_within(&case.forward, error_bound, actual);
         summary::record(&case.forward.name, case.forward.config.dtypes, largest, error_bound);
     }
