@@ -28,7 +28,7 @@ template <typename Shape, typename T>
 __device__ __forceinline__ void attend_tile(const AttentionParams& params, const BiasSource& bias, const WorkTile& work,
                                             uint8_t* shared) {
   const uint32_t query_rows = ptx::shared_address(shared);
-  const int32_t warp_row = threadIdx.x / (32 * Shape::kColumnWarps) * 16 * Shape::kRowTiles;
+  const int32_t warp_row = first_warp_row<Shape>();
   SoftmaxState<Shape::kRowTiles, Shape::kWarpColumns / 8> state;
   fetch_query<Shape, T, T>(params, work, shared, nullptr);
   const BiasTile<Shape, T> tile(params, bias, work, warp_row, shared);

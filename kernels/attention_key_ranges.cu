@@ -49,7 +49,7 @@ __device__ __forceinline__ void attend_tile(const AttentionParams& params, const
   SoftmaxState<Shape::kRowTiles, Shape::kWarpColumns / 8> state;
   const LogitsTransform transform(params, row_factors);
   fetch_query<Shape, T, Stored>(params, work, shared, row_factors);
-  const int32_t warp_row = threadIdx.x / (32 * Shape::kColumnWarps) * 16 * Shape::kRowTiles;
+  const int32_t warp_row = first_warp_row<Shape>();
   attend_with_ranges<Shape, T, Stored, false>(state, params, work, RowRanges<Shape::kRows>(rows),
                                               shared + Shape::kRingsOffset, warp_row, query_rows, transform);
   const RowWriter<T, Shape::kIsFp8> writer(params, work.tile, work.kv_head);

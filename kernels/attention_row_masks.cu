@@ -70,7 +70,7 @@ __device__ __forceinline__ void attend_split(const RowMaskParams& params, WorkTi
   SoftmaxState<1, Shape::kWarpColumns / 8> state;
   const LogitsTransform transform(attention, row_factors);
   fetch_query<Shape, T, Stored>(attention, work, shared, row_factors);
-  const int32_t warp_row = threadIdx.x / (32 * Shape::kColumnWarps) * 16;
+  const int32_t warp_row = first_warp_row<Shape>();
   const RowMasks<Shape::kRows> masks(params, work.tile, rows);
   attend_with_ranges<Shape, T, Stored, true>(state, attention, work, masks, shared + Shape::kRingsOffset, warp_row,
                                              query_rows, transform);

@@ -33,7 +33,7 @@ __device__ __forceinline__ void attend_tile(const TokenScaleParams& params, cons
   const TokenScales<Shape> scales(params, work, query_rows + Shape::kRingsOffset);
   TokenScaleState<Shape::kRowTiles, Shape::kWarpColumns / 8> state;
   fetch_query<Shape, T, Stored>(attention, work, shared, row_factors);
-  const int32_t warp_row = threadIdx.x / (32 * Shape::kColumnWarps) * 16 * Shape::kRowTiles;
+  const int32_t warp_row = first_warp_row<Shape>();
   attend_with_rows<Shape, T, Stored>(state, attention, work, query_rows + Shape::kRingsOffset, warp_row, query_rows,
                                      transform, scales);
   const RowWriter<T, true> writer(attention, work.tile, work.kv_head);

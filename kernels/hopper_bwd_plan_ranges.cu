@@ -8,6 +8,7 @@
 #include <climits>
 #include <cstdint>
 
+#include "bwd/sequence_at.cuh"
 #include "hopper_bwd/key_ranges.cuh"
 #include "hopper_bwd/ptx.cuh"
 #include "hopper_bwd/schedule.cuh"
@@ -43,25 +44,8 @@ struct BoundedSequence {
 /// Sequence `index` of the list by row. `ascends` is whether all starts ascend. Executed by a warp.
 __device__ __forceinline__ BoundedSequence bounded_sequence(const HopperBackwardParams& params, int32_t index,
                                                             bool ascends) {
-  const AttentionParams& forward = params.base.forward;
-  BoundedSequence sequence;
-  sequence.plan = params.sequences_by_row[index];
-  const int32_t lane = threadIdx.x % 32, first = index / 32 * 32, from = index % 32;
-  Metadata<1> metadata;
-  metadata.load(forward, first + lane);
-  StartScan scan;
-  if (!ascends) scan.ascend(forward, first, metadata);
-  const QoTile own = metadata.sequence(forward, 0, first + lane);
-  const auto broadcast = [&](int32_t x) { return __shfl_sync(~0u, x, from); };
-  sequence.tile = {index,
-                   broadcast(own.first_token),
-                   broadcast(own.len_q),
-                   broadcast(own.len_k),
-                   broadcast(own.leftpad_k),
-                   broadcast(own.start_k),
-                   0,
-                   0};
-  return sequence;
+  StartMaxima maxima = {0, 0};
+  return {params.sequences_by_row[index], sequence_at(params.base.forward, index, ascends ? index : 0, maxima)};
 }
 
 /// The rows of a query block: each lane has every 32nd.
@@ -80,7 +64,7 @@ struct QueryBlock {
       rows[i] = RowRange{0, 0};
       if (query >= sequence.plan.num_queries) continue;
       rows[i] = sequence.row(params, visibility, query);
-      if (rows[i].begin < rows[i].end) all = {min(all.begin, rows[i].begin), max(all.end, rows[i].end)};
+      if (rows[i].begin < rows[i].end) all = united(all, rows[i]);
       common = {max(common.begin, rows[i].begin), min(common.end, rows[i].end)};
     }
     keys = {warp_min(all.begin), warp_max(all.end), warp_max(common.begin), warp_min(common.end)};

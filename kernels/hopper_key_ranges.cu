@@ -1,5 +1,5 @@
 // Attention of long sequences on Hopper, as hopper_prefill.cu, whose query rows have bounds of their keys besides the
-// masks (include/hopper/key_ranges.cuh). docs/dev/kernels/key_ranges.md explains what differs.
+// masks (include/hopper/key_range_tile.cuh). docs/dev/kernels/key_ranges.md explains what differs.
 //
 // Compiled once for each combination of
 //   XA_DTYPE     f16, bf16

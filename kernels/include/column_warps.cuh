@@ -17,6 +17,12 @@ __device__ __forceinline__ int32_t first_warp_column() {
   return threadIdx.x / 32 % Shape::kColumnWarps * Shape::kWarpColumns;
 }
 
+/// The first row of this warp in its tile.
+template <typename Shape>
+__device__ __forceinline__ int32_t first_warp_row() {
+  return threadIdx.x / (32 * Shape::kColumnWarps) * 16 * Shape::kRowTiles;
+}
+
 /// Makes `scores`, this warp's part of a sum, the sum over kWarps warps, the same bits in each of them. Warp `warp` of
 /// these stores its part at shared address `parts` + `warp` * `pitch`. `barrier` waits for these warps; after it, all
 /// parts have been read.
@@ -56,6 +62,18 @@ __device__ __forceinline__ void add_up_columns(float (&scores)[kTiles][kBlocks][
     }
   }
   barrier();
+}
+
+/// Prefill: the same for the scores of a block, whose rows of K are at shared address `keys`. Each warp's part takes
+/// the place of the rows that it copies, which all warps have read.
+template <typename Shape>
+__device__ __forceinline__ void add_up_block(float (&scores)[Shape::kRowTiles][Shape::kKeys / 8][4], uint32_t keys) {
+  constexpr int kColumnWarps = Shape::kColumnWarps, kWarpBytes = Shape::kKeysPerLoad * Shape::Rows::kPitch;
+  if constexpr (kColumnWarps > 1) {
+    const int32_t warp = threadIdx.x / 32, first = warp / kColumnWarps * kColumnWarps;
+    add_up_columns<kColumnWarps>(scores, keys + first * kWarpBytes, kWarpBytes, warp - first,
+                                 [&] { ptx::barrier_sync<32 * kColumnWarps>(1 + warp / kColumnWarps); });
+  }
 }
 
 /// `x`. With `kIsOpaque` the compiler computes what depends on it where it is used: in registers throughout a loop over

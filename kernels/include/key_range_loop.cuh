@@ -57,7 +57,7 @@ __device__ __forceinline__ void attend_with_ranges(State& state, const Attention
                                                    const Ranges& ranges, uint8_t* ring_memory, int32_t warp_row,
                                                    uint32_t query_rows, const LogitsTransform& transform) {
   using Math = TileMath<T, Stored, typename Shape::Rows, Shape::kRowTiles, Shape::kKeys, Shape::kWarpColumns>;
-  constexpr int kStages = Shape::kStages, kColumnWarps = Shape::kColumnWarps;
+  constexpr int kStages = Shape::kStages;
   constexpr bool kHoldsQuery = Shape::kRowTiles == 1 && Shape::kQueryRowBytes <= 256;
   constexpr int kPending = 2 * kStages - 2;
   static_assert(Shape::kKeys <= 64, "attended_64");
@@ -107,15 +107,7 @@ __device__ __forceinline__ void attend_with_ranges(State& state, const Attention
     }
     ptx::cp_async_wait<kPending>();
     __syncthreads();
-    if constexpr (kColumnWarps > 1) {
-      // As in prefill_loop.cuh.
-      const int32_t warp = threadIdx.x / 32, first = warp / kColumnWarps * kColumnWarps;
-      constexpr int kWarpBytes = Shape::kKeysPerLoad * Shape::Rows::kPitch;
-      const auto barrier = [&] { ptx::barrier_sync<32 * kColumnWarps>(1 + warp / kColumnWarps); };
-      if (!is_idle) {
-        add_up_columns<kColumnWarps>(scores, keys(stage) + first * kWarpBytes, kWarpBytes, warp - first, barrier);
-      }
-    }
+    if (!is_idle) add_up_block<Shape>(scores, keys(stage));
 
     const bool masked = first_key < work.keys.common_begin || first_key + Shape::kKeys > work.keys.common_end;
 #pragma unroll

@@ -23,6 +23,11 @@ struct RowRange {
   }
 };
 
+/// The smallest range with the keys of both; {INT_MAX, 0} is none.
+__device__ __forceinline__ RowRange united(const RowRange& a, const RowRange& b) {
+  return {min(a.begin, b.begin), max(a.end, b.end)};
+}
+
 /// The keys of query `query` of the sequence in `tile`.
 __device__ __forceinline__ RowRange row_range(const KeyRangeSource& ranges, const Visibility& visibility,
                                               const QoTile& tile, int32_t query) {

@@ -35,7 +35,6 @@ __device__ __forceinline__ void attend_with_rows(State& state, const AttentionPa
   using Math = TileMath<T, Stored, typename Shape::Rows, Shape::kRowTiles, Shape::kKeys, Shape::kWarpColumns>;
   constexpr int kStages = Shape::kStages;
   constexpr bool kHoldsQuery = Shape::kRowTiles == 1 && Shape::kQueryRowBytes <= 256;
-  constexpr int kColumnWarps = Shape::kColumnWarps;
   // K and V of a block are separate cp.async groups. At this many pending groups the oldest block's next operand is
   // there.
   constexpr int kPending = 2 * kStages - 2;
@@ -96,13 +95,7 @@ __device__ __forceinline__ void attend_with_rows(State& state, const AttentionPa
     };
     ptx::cp_async_wait<kPending>();
     __syncthreads();
-    if constexpr (kColumnWarps > 1) {
-      // Each warp's part of the scores takes the place of the rows of K that it refills.
-      const int32_t warp = threadIdx.x / 32, first = warp / kColumnWarps * kColumnWarps;
-      constexpr int kWarpBytes = Shape::kKeysPerLoad * Shape::Rows::kPitch;
-      add_up_columns<kColumnWarps>(scores, keys(stage) + first * kWarpBytes, kWarpBytes, warp - first,
-                                   [&] { ptx::barrier_sync<32 * kColumnWarps>(1 + warp / kColumnWarps); });
-    }
+    add_up_block<Shape>(scores, keys(stage));
     if constexpr (kRefillsEarly) refill_keys();
 
     if constexpr (kFetchesBlocks<LogitsTransform>) {

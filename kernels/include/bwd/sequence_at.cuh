@@ -1,4 +1,4 @@
-// The sequence that a CTA of the gradient of a bias has, found by its number.
+// A sequence that is found by its number, where a CTA or a warp does not visit those before it.
 #pragma once
 
 #include <cstdint>

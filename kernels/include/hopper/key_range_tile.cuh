@@ -33,11 +33,6 @@ __device__ __forceinline__ void for_ranges_of_lane(const HopperPrefillParams& pa
   }
 }
 
-/// The smallest range with the keys of both; {INT_MAX, 0} is none.
-__device__ __forceinline__ RowRange united(const RowRange& a, const RowRange& b) {
-  return {min(a.begin, b.begin), max(a.end, b.end)};
-}
-
 /// The block that is computed after `block`: the nearest one before it that some row of the tile may attend to.
 __device__ __forceinline__ int32_t block_before(const PrefillTile&, int32_t block) { return block - 1; }
 __device__ __forceinline__ int32_t block_before(const KeyRangeTile& tile, int32_t block) {
