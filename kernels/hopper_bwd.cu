@@ -8,7 +8,8 @@
 // Compiled once for each combination of
 //   XA_DTYPE     f16, bf16
 //   XA_HEAD_DIM  the bucket: D and Dv up to it are padded with zeros in shared memory
-//   XA_LOGITS    none, softcap, alibi; key_ranges: none, and rows have bounds of their keys (key_ranges.cuh)
+//   XA_LOGITS    none, softcap, alibi; none, and rows have bounds of their keys (key_ranges.cuh) or scores a bias
+//                (bias.cuh): key_ranges, bias
 // Launch: any number of CTAs of kThreads threads and kSharedBytes of dynamic shared memory, one per SM.
 
 #include <type_traits>
@@ -25,34 +26,51 @@
 namespace {
 using T = xa::XA_PASTE(dtype_, XA_DTYPE);
 using Shape = xa::hopper::BackwardShape<XA_HEAD_DIM, xa::tiles::XA_PASTE(logits_, XA_LOGITS)>;
-using Params = std::conditional_t<Shape::kHasKeyRanges, xa::HopperKeyRangeBackwardParams, xa::HopperBackwardParams>;
+using Params =
+    std::conditional_t<Shape::kHasKeyRanges, xa::HopperKeyRangeBackwardParams,
+                       std::conditional_t<Shape::kHasBias, xa::HopperBiasBackwardParams, xa::HopperBackwardParams>>;
+
+/// What the parameters of all variants begin with.
+template <typename P>
+__device__ __forceinline__ const xa::HopperBackwardParams& common_params(const P& params) {
+  if constexpr (std::is_same_v<P, xa::HopperBackwardParams>) {
+    return params;
+  } else {
+    return params.common;
+  }
+}
 }  // namespace
 
 extern "C" __global__ void __launch_bounds__(Shape::kThreads, 1)
     XA_ENTRY(const __grid_constant__ Params kernel_params) {
   using namespace xa::hopper;
-  const xa::HopperBackwardParams& params = without_key_ranges(kernel_params);
+  const xa::HopperBackwardParams& params = common_params(kernel_params);
   extern __shared__ __align__(1024) uint8_t shared[];
   const BackwardPipeline<Shape> pipeline(shared);
   if (threadIdx.x == 0) pipeline.init();
   if (threadIdx.x == 32) {
     for (const auto* map : {&params.q, &params.k, &params.v, &params.dout}) ptx::prefetch_tensormap(*map);
+    if constexpr (Shape::kHasBias) ptx::prefetch_tensormap(with_bias(params).bias);
   }
   // The last CTAs of hopper_bwd_prepare may still run.
   ptx::wait_for_previous_kernel();
   __syncthreads();
   const int32_t warp = uniform(threadIdx.x / 32);
   if (warp < 4) {
-    ptx::warpgroup_reg_dealloc<24>();
+    ptx::warpgroup_reg_dealloc<Shape::kProducerRegisters>();
     if (warp == 0) {
       load_tiles<Shape, BackwardLoad::keys>(params, pipeline);
     } else if (warp == 1) {
-      load_tiles<Shape, BackwardLoad::values>(params, pipeline);
+      if constexpr (Shape::kHasBias) {
+        load_values_and_bias<Shape>(params, pipeline);
+      } else {
+        load_tiles<Shape, BackwardLoad::values>(params, pipeline);
+      }
     } else if (threadIdx.x % 32 == 0) {
       accumulate_dq<Shape>(params, pipeline, warp - 2);
     }
   } else {
-    ptx::warpgroup_reg_alloc<240>();
+    ptx::warpgroup_reg_alloc<Shape::kComputeRegisters>();
     compute_tiles<Shape, T>(params, pipeline, warp / 4 - 1);
     process_finish_items<Shape, T>(params);
   }

@@ -51,6 +51,13 @@ struct Element<F32> {
   static __device__ __forceinline__ float to_f32(float x) { return x; }
 };
 
+/// The two elements of 16 bits that are packed in a register.
+template <typename T>
+__device__ __forceinline__ float2 unpack(uint32_t pair) {
+  return make_float2(Element<T>::to_f32(T{static_cast<uint16_t>(pair)}),
+                     Element<T>::to_f32(T{static_cast<uint16_t>(pair >> 16)}));
+}
+
 /// Stores four f32 values as consecutive elements; `to` is aligned to all four.
 template <typename T>
 __device__ __forceinline__ void store_columns(T* to, const float4& x) {

@@ -73,9 +73,21 @@ __device__ __forceinline__ void ldmatrix_x4_trans(uint32_t (&fragment)[4], uint3
                : "memory");
 }
 
+/// `ldmatrix_x4_trans` for two matrices, whose rows are at the addresses of the first 16 lanes.
+__device__ __forceinline__ void ldmatrix_x2_trans(uint32_t (&fragment)[2], uint32_t address) {
+  asm volatile("ldmatrix.sync.aligned.m8n8.x2.trans.shared.b16 {%0, %1}, [%2];"
+               : "=r"(fragment[0]), "=r"(fragment[1])
+               : "r"(address)
+               : "memory");
+}
+
 /// Stores 16 bytes of zeros.
 __device__ __forceinline__ void clear_shared_16(uint32_t address) {
   asm volatile("st.shared.v4.u32 [%0], {%1, %1, %1, %1};" ::"r"(address), "r"(0) : "memory");
+}
+
+__device__ __forceinline__ void store_shared_2(uint32_t address, uint16_t x) {
+  asm volatile("st.shared.u16 [%0], %1;" ::"r"(address), "h"(x) : "memory");
 }
 
 __device__ __forceinline__ void store_shared_16(uint32_t address, const uint4& x) {

@@ -93,9 +93,7 @@ __device__ __forceinline__ float2 load_bias_pair(const E* from) {
   if constexpr (!kIsAligned) {
     return make_float2(Element<E>::to_f32(from[0]), Element<E>::to_f32(from[1]));
   } else if constexpr (Element<E>::kIs16Bit) {
-    const uint32_t pair = *reinterpret_cast<const uint32_t*>(from);
-    return make_float2(Element<E>::to_f32(E{static_cast<uint16_t>(pair)}),
-                       Element<E>::to_f32(E{static_cast<uint16_t>(pair >> 16)}));
+    return unpack<E>(*reinterpret_cast<const uint32_t*>(from));
   } else {
     return *reinterpret_cast<const float2*>(from);
   }

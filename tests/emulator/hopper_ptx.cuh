@@ -36,10 +36,12 @@ void each_row(const emulator::TensorMap& map, const int32_t (&at)[emulator::kMax
   }
 }
 
-/// Number of bytes of a box's row, which starts at column `first`, that are inside the tensor: whole 16-byte chunks.
+/// Number of bytes of a box's row, which starts at column `first`, that are inside the tensor.
 inline int bytes_left(const emulator::TensorMap& map, int32_t first) {
   const int64_t left = (int64_t{map.lens[0]} + 1 - first) * map.element_bytes;
-  if (first < 0 || (left < map.row_bytes && left % 16 != 0)) emulator::fail("a box that cuts chunks");
+  if (first < 0) emulator::fail("a box that begins before its rows");
+  // On an H100 the instruction is an illegal one then.
+  if (first * map.element_bytes % 16 != 0) emulator::fail("a box that begins at no multiple of 16 bytes of its rows");
   return static_cast<int>(std::min<int64_t>(std::max<int64_t>(left, 0), map.row_bytes));
 }
 
@@ -53,11 +55,9 @@ inline uint32_t load_box(uint8_t* memory, uint32_t to, const TensorMap& opaque_m
   each_row(map, at, [&](uint32_t row, const uint8_t* from) {
     for (int chunk = 0; chunk < map.row_bytes; chunk += 16) {
       uint8_t* const chunk_to = memory + swizzled(to + row * map.row_bytes + chunk, map.row_bytes);
-      if (from == nullptr || chunk >= row_end) {
-        std::memset(chunk_to, 0, 16);
-      } else {
-        std::memcpy(chunk_to, from + chunk, 16);
-      }
+      const int inside = from == nullptr ? 0 : std::clamp(row_end - chunk, 0, 16);
+      std::memset(chunk_to, 0, 16);
+      if (inside > 0) std::memcpy(chunk_to, from + chunk, inside);
     }
     bytes += map.row_bytes;
   });
@@ -76,7 +76,8 @@ inline void tma_store(uint32_t from, const TensorMap& opaque_map, const int32_t 
     each_row(map, at, [&](uint32_t row, uint8_t* to) {
       if (to == nullptr) return;
       for (int chunk = 0; chunk < row_end; chunk += 16) {
-        std::memcpy(to + chunk, ::shared + swizzled(from + row * map.row_bytes + chunk, map.row_bytes), 16);
+        const uint8_t* const chunk_from = ::shared + swizzled(from + row * map.row_bytes + chunk, map.row_bytes);
+        std::memcpy(to + chunk, chunk_from, std::min(row_end - chunk, 16));
       }
     });
   });
@@ -93,6 +94,22 @@ struct StmatrixLane {
   uint32_t address;
   const uint32_t* matrices;
 };
+
+/// Row `row` of matrix m goes to the address of lane 8m + row. A lane holds columns 2 (lane % 4) and 2 (lane % 4) + 1
+/// of row lane / 4 of each matrix, or the transpose.
+template <bool kTransposed>
+void stmatrix(void* const* lanes) {
+  for (int m = 0; m < 4; ++m) {
+    for (int i = 0; i < emulator::kWarp; ++i) {
+      for (int e = 0; e < 2; ++e) {
+        const int row = kTransposed ? 2 * (i % 4) + e : i / 4, column = kTransposed ? i / 4 : 2 * (i % 4) + e;
+        const uint32_t to = static_cast<StmatrixLane*>(lanes[8 * m + row])->address + 2 * column;
+        const auto element = static_cast<uint16_t>(static_cast<StmatrixLane*>(lanes[i])->matrices[m] >> 16 * e);
+        std::memcpy(::shared + to, &element, 2);
+      }
+    }
+  }
+}
 
 }  // namespace host
 
@@ -131,19 +148,13 @@ inline void bulk_wait_group_read() {
   emulator::bulk_wait_group(kPending);
 }
 inline void bulk_wait_group() { emulator::bulk_wait_group(); }
-/// A lane holds columns 2 (lane % 4) and 2 (lane % 4) + 1 of row lane / 4 of each matrix.
 inline void stmatrix_x4(uint32_t address, const uint32_t (&matrices)[4]) {
   host::StmatrixLane lane{address, matrices};
-  emulator::warp_collective(
-      [](void* const* lanes) {
-        for (int m = 0; m < 4; ++m) {
-          for (int i = 0; i < emulator::kWarp; ++i) {
-            const uint32_t to = static_cast<host::StmatrixLane*>(lanes[8 * m + i / 4])->address;
-            std::memcpy(::shared + to + 4 * (i % 4), static_cast<host::StmatrixLane*>(lanes[i])->matrices + m, 4);
-          }
-        }
-      },
-      &lane);
+  emulator::warp_collective(host::stmatrix<false>, &lane);
+}
+inline void stmatrix_x4_trans(uint32_t address, const uint32_t (&matrices)[4]) {
+  host::StmatrixLane lane{address, matrices};
+  emulator::warp_collective(host::stmatrix<true>, &lane);
 }
 inline void store_shared_8(uint32_t address, uint32_t low, uint32_t high) {
   std::memcpy(::shared + address, &low, 4);

@@ -78,9 +78,9 @@ struct LdmatrixLane {
 };
 
 /// Row `row` of matrix m lies at the address of lane 8m + row.
-template <bool kTransposed>
+template <bool kTransposed, int kMatrices = 4>
 void ldmatrix(void* const* lanes) {
-  for (int m = 0; m < 4; ++m) {
+  for (int m = 0; m < kMatrices; ++m) {
     for (int i = 0; i < emulator::kWarp; ++i) {
       uint16_t pair[2];
       for (int e = 0; e < 2; ++e) {
@@ -125,6 +125,11 @@ inline void ldmatrix_x4_trans(uint32_t (&fragment)[4], uint32_t address) {
   host::LdmatrixLane lane{address, fragment};
   emulator::warp_collective(host::ldmatrix<true>, &lane);
 }
+inline void ldmatrix_x2_trans(uint32_t (&fragment)[2], uint32_t address) {
+  host::LdmatrixLane lane{address, fragment};
+  emulator::warp_collective(host::ldmatrix<true, 2>, &lane);
+}
+inline void store_shared_2(uint32_t address, uint16_t x) { std::memcpy(::shared + address, &x, 2); }
 inline void clear_shared_16(uint32_t address) { std::memset(::shared + address, 0, 16); }
 inline void store_shared_16(uint32_t address, const uint4& x) { std::memcpy(::shared + address, &x, 16); }
 inline float load_shared_f32(uint32_t address) {

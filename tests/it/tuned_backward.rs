@@ -3,7 +3,7 @@
 //! chosen and give the same bits in every run.
 
 use crate::support::{
-    Alibi, BF16, BatchSpec, Dtype, Dtypes, F16, F32, GradientCase, GradientOptions, Mask, MemoryLayout,
+    Alibi, BF16, BatchSpec, BiasForm, Dtype, Dtypes, F16, F32, GradientCase, GradientOptions, Mask, MemoryLayout,
     PairwiseOptions, ReferenceCase, YES_OR_NO, assert_named_matches_reference, skips_slow_test,
 };
 
@@ -123,6 +123,46 @@ fn split_query_heads_agree_with_the_reference() {
     }
 }
 
+/// Biases of every form that Hopper's kernels take, in rows of a multiple of 16 bytes and in others.
+#[test]
+fn biases_agree_with_the_reference() {
+    let forms = [
+        BiasForm::OWN,
+        BiasForm::SHARED,
+        BiasForm { per_head: true, ..BiasForm::SHARED },
+        BiasForm { short: true, ..BiasForm::OWN },
+        BiasForm { per_sequence: true, ..BiasForm::SHARED },
+    ];
+    let masks = [Mask::FULL, Mask::CAUSAL, Mask::window(90, 30), Mask::CAUSAL.top_left()];
+    let heads = [(2, 2), (4, 2), (8, 1), (3, 3)];
+    for seed in 0..20 {
+        let head_dim = [64, 128, 96, 40, 72][seed % 5];
+        let keys = [400, 304, 401][seed / 4 % 3];
+        let spec = BatchSpec {
+            dtypes: DTYPES[seed % 2].into(),
+            heads: heads[seed / 2 % 4],
+            head_dim,
+            lengths: vec![(150, 150), (1, keys), (70, 290), (140, 12), (0, 9), (9, 200)],
+            mask: masks[seed / 3 % 4],
+            bias: Some(forms[seed / 5 % 5]),
+            leftpad: seed % 4 == 1,
+            sinks: seed % 3 == 1,
+            seed: seed as u64,
+            ..BatchSpec::default()
+        };
+        let layout = MemoryLayout {
+            rows_around: (3, 5),
+            seqused_q: seed % 4 == 2,
+            seqused_k: seed % 3 == 2,
+            seed: seed as u64,
+            ..large_workspace()
+        };
+        let options = [GradientOptions::ALL, GradientOptions::MINIMAL][usize::from(seed % 7 == 6)];
+        let mut case = GradientCase::store(&spec.batch(), &layout, options);
+        assert_named_matches_reference(&format!("{seed}: {spec:?}"), &mut case);
+    }
+}
+
 #[test]
 fn small_weights_and_large_scores_lose_nothing() {
     // With logits of -200 and less, a missing key would outweigh all others if it were not masked.
@@ -178,7 +218,9 @@ fn no_sequence_at_all_gives_zeros() {
 
 #[cfg(feature = "cuda")]
 mod on_their_own_gpu {
-    use super::{Alibi, BF16, BatchSpec, F16, GradientCase, GradientOptions, Mask, MemoryLayout, large_workspace};
+    use super::{
+        Alibi, BF16, BatchSpec, BiasForm, F16, GradientCase, GradientOptions, Mask, MemoryLayout, large_workspace,
+    };
     use crate::support::device::{BufferPadding, Gpu};
     use crate::support::log_capture::{assert_logged, log};
     use crate::support::{AttentionCase, KeyBounds};
@@ -194,11 +236,12 @@ mod on_their_own_gpu {
     ];
 
     /// The value of the kernels' axis `logits`, and the options that select it.
-    const LOGITS: [(&str, f32, Alibi, KeyBounds); 4] = [
-        ("none", 0.0, Alibi::Off, KeyBounds::None),
-        ("softcap", 2.0, Alibi::Off, KeyBounds::None),
-        ("alibi", 0.0, Alibi::PerHead, KeyBounds::None),
-        ("key_ranges", 0.0, Alibi::Off, KeyBounds::Both),
+    const LOGITS: [(&str, f32, Alibi, KeyBounds, Option<BiasForm>); 5] = [
+        ("none", 0.0, Alibi::Off, KeyBounds::None, None),
+        ("softcap", 2.0, Alibi::Off, KeyBounds::None, None),
+        ("alibi", 0.0, Alibi::PerHead, KeyBounds::None, None),
+        ("key_ranges", 0.0, Alibi::Off, KeyBounds::Both, None),
+        ("bias", 0.0, Alibi::Off, KeyBounds::None, Some(BiasForm::OWN)),
     ];
 
     /// Run under compute-sanitizer's slower tools: short, with a call of every kernel.
@@ -207,21 +250,21 @@ mod on_their_own_gpu {
         let Some(gpu) = Gpu::with_tuned_kernels_or_skip() else { return };
         let log = log();
         for (dtype, name) in [(BF16, "bf16"), (F16, "f16")] {
-            for ((head_dim, value_dim, dims), (logits, softcap, alibi, key_bounds)) in
+            for ((head_dim, value_dim, dims), (logits, softcap, alibi, key_bounds, bias)) in
                 HEAD_DIMS.into_iter().flat_map(|d| LOGITS.map(|logits| (d, logits)))
             {
                 let has_ranges = key_bounds != KeyBounds::None;
-                if has_ranges && head_dim > 128 {
+                if (has_ranges || bias.is_some()) && head_dim > 128 {
                     continue;
                 }
                 // The first call per head dimension has more tiles than an H200 has SMs, and several query blocks in each.
                 let is_first = (dtype, logits) == (BF16, "none");
-                let (heads, lengths) = if is_first { (24, (900, 1000)) } else { (2, (200, 300)) };
+                let (heads, lengths) = if is_first { (24, (900, 1000)) } else { (2, (200, 304)) };
                 let (dtypes, heads, lengths) = (dtype.into(), (heads, heads), vec![lengths]);
                 let value_dim = Some(value_dim);
                 let spec =
                     BatchSpec { dtypes, heads, head_dim, value_dim, lengths, softcap, alibi, ..BatchSpec::default() };
-                run(&gpu, &BatchSpec { key_bounds, ..spec });
+                run(&gpu, &BatchSpec { key_bounds, bias, ..spec });
                 let main = if head_dim <= 128 { "hopper_bwd" } else { "hopper_bwd_wide" };
                 assert_logged(log, &format!("hopper_bwd_prepare_{name}_{head_dim} with"));
                 assert_logged(log, &format!("{main}_{name}_{dims}_{logits} with"));
@@ -260,18 +303,18 @@ mod on_their_own_gpu {
         let load = any_results(&BatchSpec { heads: (6, 6), ..load }).invocation();
         let lengths: [&[(usize, usize)]; 4] = [
             &[(640, 640), (640, 640)],
-            &[(700, 400), (130, 900), (1, 300), (500, 500)],
+            &[(700, 400), (130, 904), (1, 300), (500, 500)],
             &[(100, 100); 12],
             &[(2500, 2500)],
         ];
         let masks = [Mask::FULL, Mask::CAUSAL, Mask::sliding(300)];
-        for (head_dim, shapes, launches) in [(64, 12, 100), (128, 12, 100), (96, 3, 20), (192, 3, 20), (256, 3, 20)] {
+        for (head_dim, shapes, launches) in [(64, 14, 100), (128, 14, 100), (96, 3, 20), (192, 3, 20), (256, 3, 20)] {
             for index in 0..shapes {
                 let (lengths, mask) = (lengths[index % 4].to_vec(), masks[index % 3]);
-                let (_, softcap, alibi, key_bounds) = LOGITS[[0, 3, 1, 2][index / 3]];
+                let (_, softcap, alibi, key_bounds, bias) = LOGITS[[0, 3, 1, 2, 4][index / 3]];
                 let (dtypes, heads) = ([BF16, F16][index % 2].into(), [(8, 8), (8, 2)][index / 2 % 2]);
                 let spec = BatchSpec { dtypes, heads, head_dim, lengths, mask, softcap, alibi, ..BatchSpec::default() };
-                let case = any_results(&BatchSpec { key_bounds, ..spec });
+                let case = any_results(&BatchSpec { key_bounds, bias, ..spec });
                 for beside in [None, Some((&beside, &load))] {
                     case.invocation().assert_same_bits(&gpu, launches, 4, beside);
                 }

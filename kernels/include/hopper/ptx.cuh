@@ -105,6 +105,12 @@ __device__ __forceinline__ void stmatrix_x4(uint32_t address, const uint32_t (&m
                "r"(matrices[1]), "r"(matrices[2]), "r"(matrices[3])
                : "memory");
 }
+/// `stmatrix_x4` with each matrix transposed.
+__device__ __forceinline__ void stmatrix_x4_trans(uint32_t address, const uint32_t (&matrices)[4]) {
+  asm volatile("stmatrix.sync.aligned.m8n8.x4.trans.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(address),
+               "r"(matrices[0]), "r"(matrices[1]), "r"(matrices[2]), "r"(matrices[3])
+               : "memory");
+}
 __device__ __forceinline__ void store_shared_8(uint32_t address, uint32_t low, uint32_t high) {
   asm volatile("st.shared.v2.u32 [%0], {%1, %2};" ::"r"(address), "r"(low), "r"(high) : "memory");
 }

@@ -17,6 +17,7 @@
 
 #include "element.cuh"
 #include "hopper/swizzle_atom.cuh"
+#include "hopper_bwd/bias.cuh"
 #include "hopper_bwd/key_ranges.cuh"
 #include "hopper_bwd/logits_transform.cuh"
 #include "hopper_bwd/masks.cuh"
@@ -86,6 +87,8 @@ __device__ __forceinline__ void compute_tiles(const HopperBackwardParams& params
   using Atom = typename Shape::Atom;
   constexpr int kQueries = Shape::kQueries, kHeadDim = Shape::kHeadDim;
   constexpr int kQueryTiles = kQueries / 8, kColumnTiles = kHeadDim / 8;
+  // dP is computed for so many queries at a time. With a bias, registers are left for half of 128 queries.
+  constexpr int kPartQueries = Shape::kHasBias ? 64 : kQueries, kPartTiles = kPartQueries / 8;
   // A soft cap needs registers that 128 queries per step hardly leave.
   constexpr bool kFewRegistersLeft = Shape::kHasSoftcap && kQueries == 128;
   constexpr int kStepsPerAtom = Atom::kColumns / 16;
@@ -119,6 +122,8 @@ __device__ __forceinline__ void compute_tiles(const HopperBackwardParams& params
   // Skips the columns of dQ that the second warpgroup repeats.
   const int32_t first_column = warpgroup * (Shape::kRepeatedDqColumns / 8);
   const uint32_t own_dq = pipeline.dq(warpgroup) + warp * (8 - first_column) * 512 - first_column * 512 + lane * 16;
+
+  const StepBias step_bias(pipeline.bias(warpgroup), warp, lane);
 
   float dk[kColumnTiles][4], dv[kColumnTiles][4], scores[kQueryTiles][4];
   RingPipelineState<Shape::kQueryStages> query_state;
@@ -167,9 +172,12 @@ __device__ __forceinline__ void compute_tiles(const HopperBackwardParams& params
         unmasked.end = floor_div(first_key - shift + forward.window_left + 1, kQueries);
         visible.end = floor_div(first_key + 63 - shift + forward.window_left, kQueries) + 1;
       }
-      if constexpr (Shape::kHasAlibi) unmasked.end = min(unmasked.end, uniform(tile.num_queries) / kQueries);
+      if constexpr (Shape::kMasksQueriesPastEnd) unmasked.end = min(unmasked.end, uniform(tile.num_queries) / kQueries);
       if (first_key + 64 > uniform(tile.num_keys)) unmasked.end = INT32_MIN;
       if (first_key >= uniform(tile.num_keys)) visible.end = INT32_MIN;
+      if constexpr (Shape::kHasBias) {
+        if (first_key < uniform(tile.hidden_keys)) unmasked.end = INT32_MIN;
+      }
     }
     const int32_t first_own_key = key_block * Shape::kKeys + 64 * warpgroup;
     // The keys of the warp that some row attends to: others may hold NaN.
@@ -200,6 +208,14 @@ __device__ __forceinline__ void compute_tiles(const HopperBackwardParams& params
     }
     // The previous tile's gradients have been stored from the buffers of dS and dQ.
     if (is_leader) ptx::bulk_wait_group_read();
+    if constexpr (Shape::kHasBias) {
+      // Fewer than 8, of the sequence's first keys.
+      if (first_own_key + warp == 0) {
+        pipeline.values_full(tile_count).wait();
+        clear_hidden_keys<Shape>(pipeline.keys(), pipeline.values(), tile.hidden_keys);
+        ptx::fence_proxy_async_shared();
+      }
+    }
     ptx::named_barrier_sync(1, 256);
     pipeline.values_full(tile_count).wait();
     int32_t dk_query_stage = -1;  // stage of Q that a pending dK reads, or -1
@@ -246,7 +262,7 @@ __device__ __forceinline__ void compute_tiles(const HopperBackwardParams& params
     const auto compute_step = [&](auto fully_masked) {
       constexpr bool kFullyMasked = decltype(fully_masked)::value;
       const PipelineState<2> step_state(step);
-      float dp[kQueryTiles][4];
+      float dp[kPartTiles][4];
       uint32_t p[kQueries / 16][4], ds[kQueries / 16][4];
       const uint64_t dout = douts + step_state.stage * (Shape::kQueryBytes >> 4);
       pipeline.dout_full(step_state).wait();
@@ -254,33 +270,41 @@ __device__ __forceinline__ void compute_tiles(const HopperBackwardParams& params
         const RowStatPairs lses(pipeline.lses(query_state.stage)), deltas(pipeline.deltas(step_state.stage));
         if constexpr (Shape::kInitializesDpWithDelta) {
 #pragma unroll
-          for (int column = 0; column < kQueryTiles; ++column) {
+          for (int column = 0; column < kPartTiles; ++column) {
             const float2 delta = deltas.pair(column);
             dp[column][0] = dp[column][2] = delta.x;
             dp[column][1] = dp[column][3] = delta.y;
           }
         }
+        const auto start_dp = [&](int part) {
+          ptx::wgmma_fence();
+#pragma unroll
+          for (int k = 0; k < kHeadDim / 16; ++k) {
+            const uint64_t a =
+                own_values + (k / kStepsPerAtom * (Shape::kKeyAtomColumnBytes >> 4) + k % kStepsPerAtom * kColumnStep);
+            const uint64_t b =
+                dout + (part * (kPartQueries * Atom::kRowBytes >> 4) +
+                        k / kStepsPerAtom * (Shape::kQueryAtomColumnBytes >> 4) + k % kStepsPerAtom * kColumnStep);
+            if constexpr (Shape::kInitializesDpWithDelta) {
+              BackwardWgmma<T, kPartQueries>::ss_subtract(dp, a, b);
+            } else if (k == 0) {
+              BackwardWgmma<T, kPartQueries>::template ss<false>(dp, a, b);
+            } else {
+              BackwardWgmma<T, kPartQueries>::template ss<true>(dp, a, b);
+            }
+          }
+          ptx::wgmma_commit_group();
+        };
         ptx::wgmma_wait_group<0>();  // dK of the previous step, S
         finish_previous_step();
-        ptx::wgmma_fence();
-#pragma unroll
-        for (int k = 0; k < kHeadDim / 16; ++k) {
-          const uint64_t a =
-              own_values + (k / kStepsPerAtom * (Shape::kKeyAtomColumnBytes >> 4) + k % kStepsPerAtom * kColumnStep);
-          const uint64_t b =
-              dout + (k / kStepsPerAtom * (Shape::kQueryAtomColumnBytes >> 4) + k % kStepsPerAtom * kColumnStep);
-          if constexpr (Shape::kInitializesDpWithDelta) {
-            BackwardWgmma<T, kQueries>::ss_subtract(dp, a, b);
-          } else if (k == 0) {
-            BackwardWgmma<T, kQueries>::template ss<false>(dp, a, b);
-          } else {
-            BackwardWgmma<T, kQueries>::template ss<true>(dp, a, b);
-          }
-        }
-        ptx::wgmma_commit_group();
+        start_dp(0);
         // The compiler moves nothing across a branch. Exponentials before the start of dP would not overlap with it,
         // and would spill.
-        const auto mask = [&](int column, int i) { scores[column][i] = -INFINITY; };
+        if constexpr (Shape::kHasBias) pipeline.bias_full(step, warpgroup).wait();
+        const auto mask = [&](int column, int i) {
+          scores[column][i] = -INFINITY;
+          if constexpr (Shape::kHasBias) clear_bias(pipeline.bias(warpgroup), column, i);
+        };
         if constexpr (Shape::kHasKeyRanges) {
           const uint32_t stats = pipeline.lses(query_state.stage);
           if (!StepKeys(stats + Shape::kBlockKeysOffset).all_attend(first_own_key)) {
@@ -288,6 +312,7 @@ __device__ __forceinline__ void compute_tiles(const HopperBackwardParams& params
           }
         } else if (!unmasked.contains(block)) {
           for_masked<Shape>(forward, tile, block, mask);
+          if constexpr (Shape::kHasBias) __syncwarp();
         }
         const auto transform =
             logits_transform<Shape>(forward, tile, block, pipeline.lses(query_state.stage) + Shape::kSlopeOffset);
@@ -307,6 +332,15 @@ __device__ __forceinline__ void compute_tiles(const HopperBackwardParams& params
             for (int i = 0; i < 4; ++i) {
               s[i] = transform.alibi(s[i], i % 2 == 0 ? lse.x : lse.y, 8 * column + i % 2 - i / 2 * 8);
             }
+          } else if constexpr (Shape::kHasBias) {
+            uint32_t bias[2];
+            step_bias.load(column, bias);
+#pragma unroll
+            for (int half = 0; half < 2; ++half) {
+              const float2 x = unpack<T>(bias[half]);
+              s[2 * half] = transform.biased(s[2 * half], x.x, lse.x);
+              s[2 * half + 1] = transform.biased(s[2 * half + 1], x.y, lse.y);
+            }
           } else {
             const float scale = forward.softmax_scale_log2;
             s[0] = xa::ptx::exp2_approx(__fmaf_rn(s[0], scale, -lse.x));
@@ -316,14 +350,18 @@ __device__ __forceinline__ void compute_tiles(const HopperBackwardParams& params
           }
         };
         // These columns overlap with dP, the remaining ones with the computation of dS.
-        constexpr int kFirst = kFewRegistersLeft ? 3 : kQueryTiles / 2;
-#pragma unroll
-        for (int column = 0; column < kFirst; ++column) compute_p_column(column);
-        ptx::wgmma_wait_group<0>();  // dP
+        constexpr int kFirst = kFewRegistersLeft ? 3 : kPartTiles < kQueryTiles ? 2 : kPartTiles / 2;
 #pragma unroll
         for (int column = 0; column < kQueryTiles; ++column) {
-          if (column + kFirst < kQueryTiles) compute_p_column(column + kFirst);
-          float (&d)[4] = dp[column];
+          const int in_part = column % kPartTiles;
+          if (in_part == 0) {
+            if (column > 0) start_dp(column / kPartTiles);
+#pragma unroll
+            for (int i = 0; i < kFirst; ++i) compute_p_column(column + i);
+            ptx::wgmma_wait_group<0>();  // dP
+          }
+          if (in_part + kFirst < kPartTiles) compute_p_column(column + kFirst);
+          float (&d)[4] = dp[in_part];
           const float (&s)[4] = scores[column];
           if constexpr (Shape::kInitializesDpWithDelta) {
 #pragma unroll
@@ -368,6 +406,7 @@ __device__ __forceinline__ void compute_tiles(const HopperBackwardParams& params
         const uint32_t atom_column = step_state.stage * Shape::kDsBytes + k / 4 * Shape::kDsAtomColumnBytes;
         // The swizzle XORs the index of a 16-byte chunk with the row.
         ptx::stmatrix_x4((own_ds + atom_column) ^ (k % 4 * 2 << 4), ds[k]);
+        if constexpr (Shape::kHasBias) step_bias.store(k, ds[k]);
       }
       warp_scheduler_barrier_sync();
       if constexpr (!kFullyMasked) {
@@ -384,6 +423,7 @@ __device__ __forceinline__ void compute_tiles(const HopperBackwardParams& params
       }
       ptx::wgmma_commit_group();  // committed without dK too, so that all steps end alike
       fence_stores();
+      if constexpr (Shape::kHasBias) release(pipeline.bias_empty(step, warpgroup));
       ptx::wgmma_wait_group<1>();  // dV, dQ
       release(pipeline.ds_full(step_state));
       release(pipeline.dout_empty(step_state));
@@ -397,8 +437,9 @@ __device__ __forceinline__ void compute_tiles(const HopperBackwardParams& params
     };
 #pragma unroll 1
     while (true) {
-      // With 128 queries per step hardly any block attends to the keys of one warpgroup only.
-      bool is_visible = kQueries == 128;
+      // With 128 queries per step hardly any block attends to the keys of one warpgroup only. With a bias, dS of all
+      // blocks goes to memory.
+      bool is_visible = kQueries == 128 || Shape::kHasBias;
       if constexpr (Shape::kHasKeyRanges && kQueries != 128) {
         is_visible = StepKeys(pipeline.lses(query_state.stage) + Shape::kBlockKeysOffset).some_attend(first_own_key);
       } else {

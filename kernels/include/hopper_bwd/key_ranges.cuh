@@ -22,13 +22,6 @@ __device__ __forceinline__ const HopperKeyRangeBackwardParams& with_key_ranges(c
   return reinterpret_cast<const HopperKeyRangeBackwardParams&>(params);
 }
 
-__device__ __forceinline__ const HopperBackwardParams& without_key_ranges(const HopperKeyRangeBackwardParams& params) {
-  return params.common;
-}
-__device__ __forceinline__ const HopperBackwardParams& without_key_ranges(const HopperBackwardParams& params) {
-  return params;
-}
-
 /// The index of a sequence's first block of keys, counted over all sequences. As with query blocks, each sequence b has
 /// (kKeys - 1) * b additional rows in front of it, so the blocks of two sequences never overlap.
 template <typename Shape>

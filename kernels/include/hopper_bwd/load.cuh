@@ -1,9 +1,12 @@
 // The producer warps of a backward CTA up to 128 columns. One takes tiles and loads K, Q and lse, the other loads V, dO
-// and delta. A single warp would need more registers than setmaxnreg leaves to its threads.
+// and delta, and the bias of calls that have one. A single warp would need more registers than setmaxnreg leaves to its
+// threads.
 #pragma once
 
 #include <cstdint>
 
+#include "hopper_bwd/bias.cuh"
+#include "hopper_bwd/key_ranges.cuh"
 #include "hopper_bwd/pipeline.cuh"
 #include "hopper_bwd/ragged_rows.cuh"
 #include "hopper_bwd/schedule.cuh"
@@ -46,6 +49,23 @@ __device__ __forceinline__ void load_row_stats(uint32_t to, const float* from, c
 /// What a producer warp loads: K and Q, or V and dO.
 enum class BackwardLoad { keys, values };
 
+/// Starts to load K or V of a tile when the one before has been read.
+template <typename Shape, BackwardLoad kLoad>
+__device__ __forceinline__ void load_key_block(const HopperBackwardParams& params,
+                                               const BackwardPipeline<Shape>& pipeline, const BackwardTile& tile,
+                                               int32_t tile_count) {
+  constexpr bool kLoadsKeys = kLoad == BackwardLoad::keys;
+  const Barrier full = kLoadsKeys ? pipeline.keys_full(tile_count) : pipeline.values_full(tile_count);
+  const Barrier empty = kLoadsKeys ? pipeline.keys_empty(tile_count) : pipeline.values_empty(tile_count);
+  empty.producer_wait();
+  if (threadIdx.x % 32 == 0) {
+    full.arrive_expect_tx(Shape::kKeyBytes);
+    load_rows<Shape, Shape::kKeys>(kLoadsKeys ? pipeline.keys() : pipeline.values(), kLoadsKeys ? params.k : params.v,
+                                   full.address, tile.kv_head >> params.log2_head_splits,
+                                   RaggedRows(tile.first_key, tile.num_keys), tile.key_block * Shape::kKeys);
+  }
+}
+
 /// Loads the keys of each tile of the CTA, and the query blocks that attend to them, for each query head of the KV
 /// head. Executed by a warp; the one that loads K also takes the tiles.
 template <typename Shape, BackwardLoad kLoad>
@@ -76,18 +96,7 @@ __device__ __forceinline__ void load_tiles(const HopperBackwardParams& params,
     int32_t block = tile.first_block, step = 1;
     const int32_t num_blocks = tile.num_blocks;
     const int32_t first_head = tile.kv_head * forward.group;
-    {
-      const Barrier full = kLoadsKeys ? pipeline.keys_full(tile_count) : pipeline.values_full(tile_count);
-      const Barrier empty = kLoadsKeys ? pipeline.keys_empty(tile_count) : pipeline.values_empty(tile_count);
-      empty.producer_wait();
-      if (is_leader) {
-        full.arrive_expect_tx(Shape::kKeyBytes);
-        load_rows<Shape, Shape::kKeys>(kLoadsKeys ? pipeline.keys() : pipeline.values(),
-                                       kLoadsKeys ? params.k : params.v, full.address,
-                                       tile.kv_head >> params.log2_head_splits,
-                                       RaggedRows(tile.first_key, tile.num_keys), key_block * Shape::kKeys);
-      }
-    }
+    load_key_block<Shape, kLoad>(params, pipeline, tile, tile_count);
     if (tile.queries_ascend == 0) {
       block += num_blocks - 1;
       step = -1;
@@ -141,6 +150,55 @@ __device__ __forceinline__ void load_tiles(const HopperBackwardParams& params,
     }
   }
   // With the lanes converged at the end, ptxas takes fewer registers for the whole function.
+  __syncwarp();
+}
+
+/// `load_tiles` of V and dO for calls with a bias, of which it also copies that and its gradient. It reads the tile
+/// again for each step, because the registers that hold it elsewhere are taken.
+template <typename Shape>
+__device__ __forceinline__ void load_values_and_bias(const HopperBackwardParams& params,
+                                                     const BackwardPipeline<Shape>& pipeline) {
+  const AttentionParams& forward = params.base.forward;
+  const bool is_leader = threadIdx.x % 32 == 0;
+  int32_t step = 0;
+#pragma unroll 1
+  for (int32_t tile_count = 0;; ++tile_count) {
+    const PipelineState<2> tile_state(tile_count);
+    pipeline.tile_full(tile_state).wait();
+    const BackwardTile& tile = pipeline.tile(tile_state);
+    if (uniform(tile.key_block) < 0) break;
+    load_key_block<Shape, BackwardLoad::values>(params, pipeline, tile, tile_count);
+    const BiasCopy<Shape> bias_copy(params, pipeline);
+    if (is_leader) bias_copy.begin(tile);
+#pragma unroll 1
+    for (int32_t blocks_left = tile.num_blocks; blocks_left > 0; --blocks_left) {
+#pragma unroll 1
+      for (int32_t i = 0; i < forward.group; ++i, ++step) {
+        const int32_t block = tile.queries_ascend != 0 ? tile.num_blocks - blocks_left : blocks_left - 1;
+        const int32_t row = (tile.first_block + block) * Shape::kQueries, head = tile.kv_head * forward.group + i;
+        const PipelineState<2> dout_state(step);
+        const Barrier full = pipeline.dout_full(dout_state);
+        pipeline.dout_empty(dout_state).producer_wait();
+        if (is_leader) {
+          full.arrive_expect_tx(Shape::kQueryBytes);
+          load_rows<Shape, Shape::kQueries>(pipeline.douts(dout_state.stage), params.dout, full.address, head,
+                                            RaggedRows(tile.first_query, tile.num_queries), row);
+        }
+        __syncwarp();
+        const float* const deltas =
+            params.base.delta + (static_cast<int64_t>(head) * forward.num_tokens + tile.first_query);
+        load_row_stats<Shape>(pipeline.deltas(dout_state.stage), deltas + row, nullptr, full.address,
+                              tile.num_queries - row);
+        if (is_leader) bias_copy.copy_step(step, row, head);
+      }
+    }
+    if (is_leader) {
+      bias_copy.end(step);
+      pipeline.tile_empty(PipelineState<2>(xa::ptx::opaque(tile_count))).arrive();
+    }
+    __syncwarp();
+  }
+  ptx::bulk_wait_group();
   __syncwarp();
 }
 

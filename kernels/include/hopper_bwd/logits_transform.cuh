@@ -1,4 +1,4 @@
-// Probabilities from scores under a soft cap or with ALiBi.
+// Probabilities from scores under a soft cap, with ALiBi or with a bias.
 #pragma once
 
 #include <cmath>
@@ -16,7 +16,6 @@ class BackwardLogitsTransform {
   /// `distance` is the distance of query and key of the first score, `slope` the ALiBi slope of the head.
   __device__ __forceinline__ BackwardLogitsTransform(const AttentionParams& forward, int32_t distance, float slope)
       : factor_(forward.score_factor), cap_(forward.softcap_log2) {
-    constexpr float kLog2E = 1.44269504088896341f;
     distance_ = static_cast<float>(distance);
     slope_ = -kLog2E * slope;
   }
@@ -45,7 +44,13 @@ class BackwardLogitsTransform {
     return xa::ptx::exp2_approx(__fmaf_rn(score, factor_, __fmaf_rn(distance, slope_, -lse)));
   }
 
+  /// The probability of a score with a bias.
+  __device__ __forceinline__ float biased(float score, float bias, float lse) const {
+    return xa::ptx::exp2_approx(__fmaf_rn(score, factor_, __fmaf_rn(bias, kLog2E, -lse)));
+  }
+
  private:
+  static constexpr float kLog2E = 1.44269504088896341f;
   /// (1 + exp(2 x)) / 2 for the tanh argument x of a score. The exponent is limited to 60, so that the product of two
   /// does not overflow; tanh(x) then is 1 to within 2^-59.
   __device__ __forceinline__ float half_one_plus_exp(float score) const {

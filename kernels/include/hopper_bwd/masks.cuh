@@ -37,8 +37,10 @@ __device__ __forceinline__ void for_masked(const AttentionParams& forward, const
     int32_t begin = forward.window_right < 0 ? INT32_MIN : position - forward.window_right;
     int32_t end = forward.window_left < 0 ? INT32_MAX : position + forward.window_left + 1;
     if (key >= tile.num_keys) begin = INT32_MAX;
-    // Queries past the last one have finite probabilities without a mask, except with ALiBi: slopes may be negative.
-    if constexpr (Shape::kHasAlibi) end = min(end, tile.num_queries - first_query);
+    if constexpr (Shape::kHasBias) {
+      if (key < tile.hidden_keys) begin = INT32_MAX;
+    }
+    if constexpr (Shape::kMasksQueriesPastEnd) end = min(end, tile.num_queries - first_query);
 #pragma unroll
     for (int column = 0; column < Shape::kQueries / 8; ++column) {
 #pragma unroll

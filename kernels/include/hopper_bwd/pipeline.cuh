@@ -8,6 +8,7 @@
 //   dO, delta [2]      TMA, cp.async               compute warps
 //   dS [2]             compute warps               compute warps of both warpgroups
 //   dQ, two halves     one warpgroup per half      dQ warps
+//   bias [warpgroup]   TMA                         compute warps, which may leave its gradient there
 #pragma once
 
 #include <cstdint>
@@ -35,8 +36,15 @@ struct BackwardTile {
   int32_t first_query_block;
   int32_t sequence;
   int32_t key_block_index;  // over all sequences; only with bounds of rows
+  int32_t hidden_keys;      // SequenceStart::hidden_keys; only with a bias
 };
 static_assert(sizeof(BackwardTile) <= 64);
+
+/// Where the last step of a tile is in the bias `[matrix, row, key]`: `matrix` is -1 before the first step. Also the
+/// places of the tile's first query and of its sequence.
+struct BiasBox {
+  int32_t key, query, matrix, first_query, first_matrix;
+};
 
 /// The stage of a ring buffer and the phase parity of its mbarriers, advanced as CUTLASS's PipelineState. Unlike
 /// PipelineState of hopper/pipeline.cuh, kStages need not be a power of two.
@@ -67,11 +75,13 @@ class BackwardPipeline {
     kDoutFull = kQueryEmpty + Shape::kQueryStages,
     kDoutEmpty = kDoutFull + Shape::kDoutStages,
     kDsFull = kDoutEmpty + Shape::kDoutStages,
-    kDqFull = kDsFull + 2,   // [step & 1][warpgroup]
-    kDqEmpty = kDqFull + 4,  // [warpgroup]
-    kBarriers = kDqEmpty + 2,
+    kDqFull = kDsFull + 2,       // [step & 1][warpgroup]
+    kDqEmpty = kDqFull + 4,      // [warpgroup]
+    kBiasFull = kDqEmpty + 2,    // [warpgroup]
+    kBiasEmpty = kBiasFull + 2,  // [warpgroup]
+    kBarriers = kBiasEmpty + 2,
   };
-  static_assert(Shape::kBarriersOffset + 8 * kBarriers <= Shape::kSharedBytes);
+  static_assert(Shape::kBarriersOffset + 8 * kBarriers <= Shape::kBiasBoxOffset);
   /// TMA, and the lanes that copy the row statistics with cp.async.
   static constexpr int kLoadArrivals = 1 + 32;
 
@@ -98,6 +108,10 @@ class BackwardPipeline {
     init(kDsFull, 2, kWarps);
     init(kDqFull, 4, kWarps / 2);
     init(kDqEmpty, 2, 1);
+    if constexpr (Shape::kHasBias) {
+      init(kBiasFull, 2, 1);
+      init(kBiasEmpty, 2, kWarps / 2);
+    }
     ptx::fence_mbarrier_init();
     ptx::fence_proxy_async_shared();
   }
@@ -142,6 +156,12 @@ class BackwardPipeline {
   __device__ __forceinline__ Barrier dq_empty(int32_t step, int32_t warpgroup) const {
     return barrier(kDqEmpty + warpgroup, step & 1);
   }
+  __device__ __forceinline__ Barrier bias_full(int32_t step, int32_t warpgroup) const {
+    return barrier(kBiasFull + warpgroup, step & 1);
+  }
+  __device__ __forceinline__ Barrier bias_empty(int32_t step, int32_t warpgroup) const {
+    return barrier(kBiasEmpty + warpgroup, step & 1);
+  }
 
   __device__ __forceinline__ uint32_t keys() const { return address_ + Shape::kKeysOffset; }
   __device__ __forceinline__ uint32_t values() const { return address_ + Shape::kValuesOffset; }
@@ -162,6 +182,12 @@ class BackwardPipeline {
   }
   __device__ __forceinline__ uint32_t dq(int32_t warpgroup) const {
     return address_ + Shape::kDqOffset + warpgroup * Shape::kFirstDqHalfBytes;
+  }
+  __device__ __forceinline__ uint32_t bias(int32_t warpgroup) const {
+    return address_ + Shape::kBiasOffset + warpgroup * Shape::kBiasBytes;
+  }
+  __device__ __forceinline__ BiasBox& bias_box() const {
+    return *reinterpret_cast<BiasBox*>(shared_ + Shape::kBiasBoxOffset);
   }
   __device__ __forceinline__ BackwardTile& tile(PipelineState<2> state) const {
     return *reinterpret_cast<BackwardTile*>(shared_ + Shape::kTilesOffset + 64 * state.stage);

@@ -199,6 +199,7 @@ __device__ __forceinline__ void locate_tile(const HopperBackwardParams& params, 
   to.first_row_tile = sequence.first_row_tile;
   to.first_query_block = sequence.first_query_block;
   to.sequence = sequence.sequence;
+  if constexpr (Shape::kHasBias) to.hidden_keys = params.sequence_starts[sequence.sequence].hidden_keys;
 }
 
 }  // namespace xa::hopper

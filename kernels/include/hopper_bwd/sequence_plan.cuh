@@ -54,6 +54,16 @@ __device__ __forceinline__ SequencePlan plan_sequence(const AttentionParams& par
   return plan;
 }
 
+/// Lets the keys of a plan begin at a multiple of 8 keys of the sequence, which begins at row `start`; returns how many
+/// that adds.
+__device__ __forceinline__ int32_t align_keys(SequencePlan& plan, int32_t start) {
+  const int32_t added = (plan.first_key - start) % 8;
+  plan.first_key -= added;
+  plan.num_keys += added;
+  plan.shift += added;
+  return added;
+}
+
 /// Whether a causal sequence has as many queries as keys and its head groups fill whole waves of tiles; see
 /// schedule.cuh.
 template <typename Shape>
@@ -113,7 +123,11 @@ __device__ __forceinline__ void plan_sequences(const HopperBackwardParams& param
     Metadata<1> metadata;
     metadata.load(forward, b);
     if (!ascends) scan.ascend(forward, b / 32 * 32, metadata);
-    SequencePlan plan = plan_sequence<Shape>(forward, metadata.sequence(forward, 0, b), b < num_seqs);
+    const QoTile tile = metadata.sequence(forward, 0, b);
+    SequencePlan plan = plan_sequence<Shape>(forward, tile, b < num_seqs);
+    if (params.sequence_starts != nullptr && b < num_seqs) {
+      params.sequence_starts[b] = {tile.first_token, tile.start_k, align_keys(plan, tile.start_k)};
+    }
     int32_t tiles = 0, num_head_groups = 0;
     bool fills_waves = false;
     if (plan.num_queries > 0) {

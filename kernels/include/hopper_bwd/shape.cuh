@@ -2,10 +2,11 @@
 //
 // Shared memory, with K, V, Q, dO and dS in swizzle atoms (hopper/swizzle_atom.cuh):
 //
-//   K | V | Q [kQueryStages] | dO [kDoutStages] | dS [2] | dQ | lse [kQueryStages] | delta [kDoutStages] | BackwardTile
-//   [2] | mbarriers
+//   K | V | Q [kQueryStages] | dO [kDoutStages] | dS [2] | dQ | bias [2] | lse [kQueryStages] | delta [kDoutStages] |
+//   BackwardTile [2] | mbarriers | BiasBox
 //
-// With bounds of the keys of each row, what key_ranges.cuh says follows each lse.
+// With bounds of the keys of each row, what key_ranges.cuh says follows each lse. Only calls with a bias have one, a
+// stage per warpgroup (bias.cuh).
 #pragma once
 
 #include <cstdint>
@@ -30,13 +31,22 @@ struct BackwardShape : tiles::HopperBwd<kHeadDim_, LogitsTransform> {
   static constexpr bool kHasAlibi = std::is_same_v<LogitsTransform, tiles::logits_alibi>;
   /// Each query row has bounds of its keys (key_ranges.cuh), and there is no logits transform.
   static constexpr bool kHasKeyRanges = std::is_same_v<LogitsTransform, tiles::logits_key_ranges>;
+  /// Pairs of a row and a key have a bias (bias.cuh), and there is no logits transform.
+  static constexpr bool kHasBias = std::is_same_v<LogitsTransform, tiles::logits_bias>;
+  /// Queries past the last one have finite probabilities without a mask, except with ALiBi, whose slopes may be
+  /// negative, and with a bias.
+  static constexpr bool kMasksQueriesPastEnd = kHasAlibi || kHasBias;
   /// A step of the main loop: kQueries queries of one head with the tile's kKeys keys.
   static constexpr int kQueries = Config::kQueries, kKeys = 128;
-  static constexpr int kQueryStages = 3, kDoutStages = 2;
+  /// A bias of 128 queries takes the shared memory of the third stage.
+  static constexpr int kQueryStages = kHasBias && kQueries == 128 ? 2 : 3, kDoutStages = 2;
   /// CTAs add their contributions to dQ in global memory, in a fixed order.
   static constexpr bool kAccumulatesDq = true;
   /// Two compute warpgroups, and one that loads and accumulates dQ.
   static constexpr int kWarpgroups = 3, kThreads = 128 * kWarpgroups, kComputeWarps = 8;
+  /// Registers per thread of the producer warps and of the compute warps.
+  static constexpr int kProducerRegisters = kHasBias && kQueries == 128 ? 40 : 24,
+                       kComputeRegisters = kHasBias && kQueries == 128 ? 232 : 240;
 
   using Atom = SwizzleAtom<Config::kSwizzleColumns>;
   static constexpr int kAtomColumns = kHeadDim / Atom::kColumns;
@@ -57,7 +67,7 @@ struct BackwardShape : tiles::HopperBwd<kHeadDim_, LogitsTransform> {
   static constexpr bool kStoresDqDuringS = kSplitsDqColumns;
   /// Initializes the accumulators of dP with delta and subtracts the products, so that dS needs delta no more: 2 %
   /// fewer cycles at D 96, 1 % more at D 128. With 128 queries per step there are no registers for it.
-  static constexpr bool kInitializesDpWithDelta = kHeadDim == 96;
+  static constexpr bool kInitializesDpWithDelta = kHeadDim == 96 && !kHasBias;
   static constexpr int kDqBytes = kQueries * kHeadDim * 4;
   static constexpr int kFirstDqHalfBytes = 64 * 64 * 4;
   /// The second warpgroup computes the last 64 columns of dQ. The first of these repeat columns of the first warpgroup
@@ -76,11 +86,15 @@ struct BackwardShape : tiles::HopperBwd<kHeadDim_, LogitsTransform> {
   static constexpr int kDoutsOffset = kQueriesOffset + kQueryStages * kQueryBytes;
   static constexpr int kDsOffset = kDoutsOffset + kDoutStages * kQueryBytes;
   static constexpr int kDqOffset = kDsOffset + 2 * kDsBytes;
-  static constexpr int kLsesOffset = kDqOffset + kDqBytes;
+  static constexpr int kBiasOffset = kDqOffset + kDqBytes;
+  /// The bias of a step and of the 64 keys of a warpgroup.
+  static constexpr int kBiasBytes = kHasBias ? kQueries * 64 * 2 : 0;
+  static constexpr int kLsesOffset = kBiasOffset + 2 * kBiasBytes;
   static constexpr int kDeltasOffset = kLsesOffset + kQueryStages * kLseBytes;
   static constexpr int kTilesOffset = kDeltasOffset + kDoutStages * kRowStatBytes;
   static constexpr int kBarriersOffset = kTilesOffset + 2 * 64;
-  static_assert(Config::kSharedBytes == kBarriersOffset + 32 * 8);
+  static constexpr int kBiasBoxOffset = kBarriersOffset + 30 * 8;
+  static_assert(Config::kSharedBytes == kBiasBoxOffset + (kHasBias ? 24 : 16));
   // The epilogue stages dK of a tile in the buffer of dS, and dV in that of dQ.
   static_assert(2 * kDsBytes >= kKeyBytes && kDqBytes >= kKeyBytes);
 };

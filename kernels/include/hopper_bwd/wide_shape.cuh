@@ -23,6 +23,8 @@ struct WideShape : tiles::HopperBwdWide<Gradient, HeadDim, LogitsTransform> {
   static constexpr bool kComputesDkDv = std::is_same_v<Gradient, tiles::gradient_dkdv>;
   static constexpr bool kHasSoftcap = std::is_same_v<LogitsTransform, tiles::logits_softcap>;
   static constexpr bool kHasAlibi = std::is_same_v<LogitsTransform, tiles::logits_alibi>;
+  /// As in shape.cuh.
+  static constexpr bool kMasksQueriesPastEnd = kHasAlibi;
   static constexpr int kHeadDim = Config::kDim;
   static constexpr int kQueries = kComputesDkDv ? Config::kStepRows : 128,
                        kKeys = kComputesDkDv ? 64 : Config::kStepRows;
@@ -36,7 +38,7 @@ struct WideShape : tiles::HopperBwdWide<Gradient, HeadDim, LogitsTransform> {
   static constexpr bool kOverlapsDq = Config::kValueDim <= 128;
   static constexpr bool kReleasesEarly = Config::kValueDim <= 192;
   /// No CTA adds to the results of another one.
-  static constexpr bool kAccumulatesDq = false, kHasKeyRanges = false;
+  static constexpr bool kAccumulatesDq = false, kHasKeyRanges = false, kHasBias = false;
   /// Two compute warpgroups and one of producer warps.
   static constexpr int kThreads = 384, kComputeWarps = 8;
 
@@ -74,7 +76,7 @@ struct WideShape : tiles::HopperBwdWide<Gradient, HeadDim, LogitsTransform> {
 template <int kHeadDim_>
 struct WidePlanShape {
   static constexpr int kHeadDim = kHeadDim_, kQueries = 128, kKeys = 64;
-  static constexpr bool kAccumulatesDq = false, kHasKeyRanges = false;
+  static constexpr bool kAccumulatesDq = false, kHasKeyRanges = false, kHasBias = false;
 };
 
 /// A work tile of dQ: a query block of one head, and the key blocks that it attends to.

@@ -135,7 +135,7 @@ def _lower(
     bias_gradient: bool = False,
 ) -> Call:
     workspace = None
-    if bias is None and q.dim() == k.dim() == v.dim() == 3 and cu_seqlens_q.dim() == 1:
+    if q.dim() == k.dim() == v.dim() == 3 and cu_seqlens_q.dim() == 1:
         rows = (q.shape[0], cu_seqlens_q.shape[0] - 1)
         workspace = Workspace(q.shape[1], k.shape[1], q.shape[2], v.shape[2], q.dtype, False, *rows)
     return Call(
@@ -163,7 +163,7 @@ def _lower(
         (
             *(Result(tuple(x.shape), grad_dtype or x.dtype) for x in (q, k, v)),
             Result((0,) if sinks is None else tuple(sinks.shape), torch.float32),
-            *([] if bias is None else _bias_results(q, bias, bias_gradient, grad_dtype)),
+            *([] if bias is None else _bias_results(workspace, bias, bias_gradient, grad_dtype)),
         ),
         _OPERATOR.typed(
             {
@@ -179,17 +179,17 @@ def _lower(
             }
         ),
         strided=(0, 1, 2, 3, 4),
-        workspace=workspace,
+        workspace=None if bias is not None else workspace,
     )
 
 
 def _bias_results(
-    q: torch.Tensor, bias: torch.Tensor, has_gradient: bool, grad_dtype: torch.dtype | None
+    workspace: Workspace | None, bias: torch.Tensor, has_gradient: bool, grad_dtype: torch.dtype | None
 ) -> tuple[Result, Result]:
-    """The workspace, with room for a number per row and head, and `dbias`, empty where it is not asked for."""
-    rows = q.shape[0] * q.shape[1] if q.dim() == 3 else 0
+    """The workspace, and `dbias`, which comes after it and is empty where it is not asked for."""
+    room = None if workspace is None else workspace.result(_OPERATOR.target)
     return (
-        Result((4 * (rows + 1),), torch.uint8),
+        room or Result((0,), torch.uint8),
         Result(tuple(bias.shape) if has_gradient else (0,), grad_dtype or bias.dtype),
     )
 

@@ -1,7 +1,7 @@
 //! The gradient of a bias, and the parameter of the kernels that know of the bias.
 //!
-//! Where each pair of a row and a key has a bias of its own, `attention_bwd_dq` stores what it computes anyway. Where sequences
-//! or heads share a bias, and after a soft cap, whose derivative is not in this gradient, a separate kernel sums it.
+//! Where each pair of a row and a key has a bias of its own, the kernel that computes dQ stores what it computes anyway. Where
+//! sequences or heads share a bias, and after a soft cap, whose derivative is not in this gradient, a separate kernel sums it.
 
 use super::{Launch, Parameter};
 use crate::cuda::attention::params::check_dense;
@@ -40,14 +40,14 @@ pub(super) fn params(
         seqs: bias.seqs as i32,
         heads: bias.heads as i32,
         dbias_is_f32: i32::from(problem.dbias.is_some_and(|dbias| dbias.dtype == DType::F32)),
-        dq_stores_dbias: i32::from(problem.dbias.is_some() && dq_stores_it(&problem.forward, bias)),
+        dq_stores_dbias: i32::from(problem.dbias.is_some() && main_kernel_stores_it(&problem.forward, bias)),
         tiles_per_cta: tiles_per_cta(bias, device) as i32,
         reserved: 0,
     })
 }
 
-/// Whether dS of the kernel for dQ is the gradient of the bias.
-fn dq_stores_it(forward: &Attention, bias: &Bias) -> bool {
+/// Whether dS of the kernel for dQ is the gradient of the bias, which that kernel then stores.
+pub(super) fn main_kernel_stores_it(forward: &Attention, bias: &Bias) -> bool {
     (bias.seqs, bias.heads) == (forward.max_seqs, forward.num_q_heads) && forward.score.softcap == 0.0
 }
 
@@ -67,26 +67,25 @@ fn tiles_per_cta(bias: &Bias, device: &Device) -> usize {
 /// The bias whose gradient the call asks for, and whether the kernel for dQ stores it.
 fn wanted<'p>(problem: &'p FlashAttnVarlenBwd<'_>) -> Option<(&'p Bias, bool)> {
     let bias = problem.forward.score.bias.as_ref().filter(|_| problem.dbias.is_some())?;
-    Some((bias, dq_stores_it(&problem.forward, bias)))
+    Some((bias, main_kernel_stores_it(&problem.forward, bias)))
 }
 
-/// The launch before the one that computes dQ and dbias.
-pub(super) fn clearing<'p>(problem: &FlashAttnVarlenBwd, parameter: Parameter<'p>) -> Result<Option<Launch<'p>>> {
-    let Some((bias, true)) = wanted(problem) else { return Ok(None) };
-    launch(CLEAR_KERNEL, variants::find(CLEAR_KERNEL, &[])?, blocks_and_tiles(bias).0, 0, parameter)
-}
-
-/// The launch that computes dbias, after the one that stores delta.
-pub(super) fn summing<'p>(
+/// The launch before those of the other gradients, which clears dbias where the kernel for dQ does not store it, and the launch
+/// after them, which computes dbias from the delta that they have stored. A call has at most one of them.
+pub(super) fn launches<'p>(
     problem: &FlashAttnVarlenBwd,
     device: &Device,
-    parameter: Parameter<'p>,
-) -> Result<Option<Launch<'p>>> {
-    let Some((bias, false)) = wanted(problem) else { return Ok(None) };
-    let variant = variants::find(KERNEL, &[variants::dtype_value(problem.forward.q.dtype)])?;
+    parameter: &Parameter<'p>,
+) -> Result<[Option<Launch<'p>>; 2]> {
+    let Some((bias, main_kernel_stores_it)) = wanted(problem) else { return Ok([None, None]) };
     let (blocks, tiles) = blocks_and_tiles(bias);
+    if main_kernel_stores_it {
+        let variant = variants::find(CLEAR_KERNEL, &[])?;
+        return Ok([launch(CLEAR_KERNEL, variant, blocks, 0, parameter.clone())?, None]);
+    }
+    let variant = variants::find(KERNEL, &[variants::dtype_value(problem.forward.q.dtype)])?;
     let ctas = blocks.saturating_mul(tiles.div_ceil(tiles_per_cta(bias, device)));
-    launch(KERNEL, variant, ctas, DBIAS_SHARED_BYTES as u32, parameter)
+    Ok([None, launch(KERNEL, variant, ctas, DBIAS_SHARED_BYTES as u32, parameter.clone())?])
 }
 
 /// A launch of a kernel of this file; `None` without CTAs.
@@ -117,7 +116,7 @@ mod tests {
             Bias { data: std::ptr::null(), dtype: DType::BF16, seqs: 4, heads: plain.num_q_heads, rows: 9, keys: 9 };
         let stored = |bias: Bias, softcap| {
             let score = Score { softcap, ..plain.score };
-            dq_stores_it(&Attention { score, ..plain }, &bias)
+            main_kernel_stores_it(&Attention { score, ..plain }, &bias)
         };
         assert!(stored(own, 0.0));
         assert!(!stored(own, 1.0));

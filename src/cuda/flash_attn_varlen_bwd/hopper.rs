@@ -3,17 +3,18 @@
 //!
 //! Two launches: the plan and the row statistics (`hopper_bwd_prepare`), and the gradients (`hopper_bwd`). A third one
 //! (`hopper_bwd_combine`) adds up dK and dV where query heads of a KV head are split, and one between the two
-//! (`hopper_bwd_plan_ranges`) is for bounds of the keys of each row. All decisions follow from static sizes, strides and
+//! (`hopper_bwd_plan_ranges`) is for bounds of the keys of each row. The gradient of a bias may take another one, before or after
+//! them. All decisions follow from static sizes, strides and
 //! options.
 
 use super::head_splits::{self, PartialGradients};
 use super::key_ranges::KeyRangeLayout;
 use super::tensor_maps::TensorMapConfig;
-use super::{Launch, Parameter, sinks, widens_gradients};
+use super::{Launch, Parameter, bias, hopper_bias, sinks, widens_gradients};
 use crate::cuda::device::Device;
 use crate::cuda::enqueue::{LaunchAttributes, LaunchConfig};
 use crate::cuda::params::attention_bwd::BackwardParams;
-use crate::cuda::params::hopper_bwd::{BackwardPlan, HopperBackwardParams, SequencePlan};
+use crate::cuda::params::hopper_bwd::{BackwardPlan, HopperBackwardParams, SequencePlan, SequenceStart};
 use crate::cuda::tensor_map::{TensorMap, supports_tma};
 use crate::cuda::tiles::{HOPPER_BWD, HopperBwdTile};
 use crate::cuda::variants;
@@ -21,6 +22,7 @@ use crate::error::Result;
 use crate::problem::attention::{Attention, Score};
 use crate::problem::flash_attn_varlen_bwd::FlashAttnVarlenBwd;
 use std::cell::LazyCell;
+use std::ptr::null_mut;
 use std::rc::Rc;
 
 /// Keys of a work tile and of one warpgroup, as `kernels/include/hopper_bwd/shape.cuh` has them.
@@ -65,6 +67,7 @@ pub(super) struct WorkspaceLayout {
     partial_dk: *mut u8,
     partial_dv: *mut u8,
     log2_head_splits: u32,
+    sequence_starts: *mut u8,
     key_ranges: Option<KeyRangeLayout>,
     pub(super) num_query_blocks: usize,
     num_row_tiles: usize,
@@ -72,17 +75,24 @@ pub(super) struct WorkspaceLayout {
     bytes: usize,
 }
 
+/// What a call has that takes lists of its own in the workspace.
+#[derive(Clone, Copy, Default)]
+pub(super) struct LayoutOptions {
+    /// The rows of K if query rows have bounds of their keys.
+    range_keys: Option<usize>,
+    has_bias: bool,
+}
+
 impl WorkspaceLayout {
     /// Lays the buffers out from `start` on. Each sequence begins at a new row tile and at a new block of `queries`. dQ is
-    /// accumulated in `columns` columns, or not in memory if that is 0. `range_keys` is the rows of K if query rows have bounds
-    /// of their keys.
+    /// accumulated in `columns` columns, or not in memory if that is 0.
     fn new(
         start: *mut u8,
         queries: u32,
         columns: u32,
         [rows, seqs, heads]: [usize; 3],
         partial: PartialGradients,
-        range_keys: Option<usize>,
+        options: LayoutOptions,
     ) -> Self {
         let queries = queries as usize;
         let num_query_blocks = (rows + (queries - 1) * seqs) / queries + 1;
@@ -106,7 +116,10 @@ impl WorkspaceLayout {
             partial_dk: place(partial.dk_bytes),
             partial_dv: place(partial.dv_bytes),
             log2_head_splits: partial.log2_head_splits,
-            key_ranges: range_keys.map(|keys| KeyRangeLayout::new([rows, seqs, keys], num_query_blocks, &mut place)),
+            sequence_starts: if options.has_bias { place(size_of::<SequenceStart>() * seqs) } else { null_mut() },
+            key_ranges: options
+                .range_keys
+                .map(|keys| KeyRangeLayout::new([rows, seqs, keys], num_query_blocks, &mut place)),
             num_query_blocks,
             num_row_tiles,
             bytes,
@@ -122,8 +135,11 @@ impl WorkspaceLayout {
     ) -> Option<Self> {
         let Attention { num_rows, max_seqs, num_q_heads, .. } = problem.forward;
         let start = problem.workspace.as_ref()?.data;
-        let range_keys = (!problem.forward.queries.key_ranges.is_none()).then_some(problem.num_keys);
-        Some(Self::new(start, queries, columns, [num_rows, max_seqs, num_q_heads], partial, range_keys))
+        let options = LayoutOptions {
+            range_keys: (!problem.forward.queries.key_ranges.is_none()).then_some(problem.num_keys),
+            has_bias: problem.forward.score.bias.is_some(),
+        };
+        Some(Self::new(start, queries, columns, [num_rows, max_seqs, num_q_heads], partial, options))
     }
 
     /// Whether query heads of a KV head are split.
@@ -167,6 +183,7 @@ impl WorkspaceLayout {
             partial_dk,
             partial_dv,
             log2_head_splits,
+            sequence_starts,
             num_query_blocks,
             num_row_tiles,
             ..
@@ -195,12 +212,21 @@ impl WorkspaceLayout {
             sequences_by_tile: sequences_by_tile.cast(),
             sequences_by_row: sequences_by_row.cast(),
             plan: plan.cast(),
+            sequence_starts: sequence_starts.cast(),
             num_row_tiles: num_row_tiles as i32,
             num_query_blocks: num_query_blocks as i32,
             num_sms: device.sms as i32,
             log2_head_splits: log2_head_splits as i32,
             widens_key_gradients: i32::from(has_f32_key_gradients),
         })
+    }
+
+    /// The launches for the gradient of a bias before and after the others.
+    fn dbias_launches<'p>(&self, problem: &'p FlashAttnVarlenBwd, device: &Device) -> Result<[Option<Launch<'p>>; 2]> {
+        let Some(of) = &problem.forward.score.bias else { return Ok([None, None]) };
+        let backward = BackwardParams::new(problem, device, self.delta.cast())?;
+        let parameter = Parameter::Bias(Rc::new(bias::params(problem, of, &backward, device)?));
+        bias::launches(problem, device, &parameter)
     }
 
     /// The launch configuration of `hopper_bwd_prepare`.
@@ -270,6 +296,9 @@ impl HopperBackward {
         let dim = forward.head_dim.max(forward.value_dim);
         let logits = logits_transform(forward)?;
         let tile = HOPPER_BWD.iter().find(|tile| tile.head_dim as usize >= dim && tile.logits == logits)?;
+        if forward.score.bias.is_some_and(|bias| !hopper_bias::supports(problem, &bias, tile.queries)) {
+            return None;
+        }
         let config_with = |partial| {
             let layout = WorkspaceLayout::of(problem, tile.queries, tile.head_dim, partial)?;
             let config = Self { tile, layout };
@@ -292,17 +321,27 @@ impl HopperBackward {
         let mut before = vec![("hopper_bwd_prepare", prepare, &values[..2])];
         let plan_ranges = |ranges: KeyRangeLayout| ("hopper_bwd_plan_ranges", ranges.plan_config(), &values[1..2]);
         before.extend(layout.key_ranges.map(plan_ranges));
+        let queries = self.tile.queries;
         let params = move || layout.params(problem, &device, &self.tensor_maps(problem));
-        let parameter = match layout.key_ranges {
-            None => Parameter::Hopper(defer_params(params)),
-            Some(ranges) => Parameter::HopperKeyRanges(defer_params(move || Ok(ranges.params(problem, &params()?)))),
+        let parameter = match (layout.key_ranges, &problem.forward.score.bias) {
+            (Some(ranges), _) => {
+                Parameter::HopperKeyRanges(defer_params(move || Ok(ranges.params(problem, &params()?))))
+            }
+            (_, Some(bias)) => {
+                let make = move || hopper_bias::params(problem, bias, queries, &params()?);
+                Parameter::HopperBias(defer_params(make))
+            }
+            _ => Parameter::Hopper(defer_params(params)),
         };
-        let mut launches = build_launches(problem, &before, ("hopper_bwd", main, &values[..]), &parameter)?;
+        let [clearing, summing] = layout.dbias_launches(problem, &device)?;
+        let mut launches = Vec::from_iter(clearing);
+        launches.extend(build_launches(problem, &before, ("hopper_bwd", main, &values[..]), &parameter)?);
         launches.extend(head_splits::combine(
             problem,
             layout.log2_head_splits,
             [layout.partial_dk, layout.partial_dv],
         )?);
+        launches.extend(summing);
         Ok(launches)
     }
 
@@ -312,18 +351,19 @@ impl HopperBackward {
     }
 }
 
-/// The value of the axis `logits` for the call: its logits transform, or that its rows have bounds of their keys; `None` if no
+/// The value of the axis `logits` for the call: its logits transform, or what else its scores or rows have; `None` if no
 /// kernel is built for it.
 pub(super) fn logits_transform(forward: &Attention) -> Option<&'static str> {
     let Score { softcap, alibi, q_scale, k_scale, bias, .. } = &forward.score;
-    if q_scale.is_some() || k_scale.is_some() || bias.is_some() {
+    if q_scale.is_some() || k_scale.is_some() {
         return None;
     }
-    match (*softcap > 0.0, alibi.is_some(), !forward.queries.key_ranges.is_none()) {
-        (false, false, false) => Some("none"),
-        (true, false, false) => Some("softcap"),
-        (false, true, false) => Some("alibi"),
-        (false, false, true) => Some("key_ranges"),
+    match (*softcap > 0.0, alibi.is_some(), !forward.queries.key_ranges.is_none(), bias.is_some()) {
+        (false, false, false, false) => Some("none"),
+        (true, false, false, false) => Some("softcap"),
+        (false, true, false, false) => Some("alibi"),
+        (false, false, true, false) => Some("key_ranges"),
+        (false, false, false, true) => Some("bias"),
         _ => None,
     }
 }

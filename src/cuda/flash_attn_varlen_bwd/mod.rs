@@ -7,6 +7,7 @@
 mod bias;
 mod head_splits;
 mod hopper;
+mod hopper_bias;
 mod hopper_wide;
 mod key_ranges;
 mod portable;
@@ -21,7 +22,8 @@ use super::params::attention_bwd::BackwardParams;
 use super::params::attention_bwd_sinks::SINKS_THREADS;
 use super::params::bias::BiasBackwardParams;
 use super::params::hopper_bwd::{
-    CombineGradientsParams, HopperBackwardParams, HopperKeyRangeBackwardParams, HopperWideBackwardParams,
+    CombineGradientsParams, HopperBackwardParams, HopperBiasBackwardParams, HopperKeyRangeBackwardParams,
+    HopperWideBackwardParams,
 };
 use super::params::key_ranges::KeyRangeBackwardParams;
 use super::variants;
@@ -71,6 +73,7 @@ enum Parameter<'p> {
     KeyRanges(Rc<KeyRangeBackwardParams>),
     Bias(Rc<BiasBackwardParams>),
     Hopper(Rc<DeferredParams<'p, HopperBackwardParams>>),
+    HopperBias(Rc<DeferredParams<'p, HopperBiasBackwardParams>>),
     HopperKeyRanges(Rc<DeferredParams<'p, HopperKeyRangeBackwardParams>>),
     HopperWide(Rc<DeferredParams<'p, HopperWideBackwardParams>>),
     CombineGradients(CombineGradientsParams),
@@ -83,6 +86,7 @@ impl kernel_launch::Parameter for Parameter<'_> {
             Self::KeyRanges(params) => params.pass(enqueue),
             Self::Bias(params) => params.pass(enqueue),
             Self::Hopper(params) => params.as_ref().as_ref().map_err(Clone::clone)?.pass(enqueue),
+            Self::HopperBias(params) => params.as_ref().as_ref().map_err(Clone::clone)?.pass(enqueue),
             Self::HopperKeyRanges(params) => params.as_ref().as_ref().map_err(Clone::clone)?.pass(enqueue),
             Self::HopperWide(params) => params.as_ref().as_ref().map_err(Clone::clone)?.pass(enqueue),
             Self::CombineGradients(params) => params.pass(enqueue),

@@ -127,11 +127,12 @@ pub(super) fn launches<'p>(problem: &'p FlashAttnVarlenBwd, device: Device) -> R
         Parameter::KeyRanges(Rc::new(KeyRangeBackwardParams { backward, ranges: KeyRangeSource::new(ranges) }))
     };
     let packed_rows = forward.num_rows * (forward.num_q_heads / forward.num_kv_heads);
+    let [clearing, summing] = bias::launches(problem, &device, &parameter)?;
     let launches = [
-        bias::clearing(problem, parameter.clone())?,
+        clearing,
         gradient_launch(problem, &device, "dq", packed_rows, parameter.clone())?,
         gradient_launch(problem, &device, "dkdv", problem.num_keys, parameter.clone())?,
-        bias::summing(problem, &device, parameter.clone())?,
+        summing,
         sinks(problem, parameter)?,
     ];
     Ok(Some(launches.into_iter().flatten().collect()))

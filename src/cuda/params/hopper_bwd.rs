@@ -28,6 +28,16 @@ pub struct SequencePlan {
     pub sequence: i32,
 }
 
+/// The first rows of Q and of K and V of a sequence, from which a bias is counted; and how many keys its plan begins with that
+/// no query attends to, because TMA takes a bias from a multiple of 16 bytes on.
+#[derive(Clone, Copy)]
+#[repr(C)]
+pub struct SequenceStart {
+    pub query: i32,
+    pub key: i32,
+    pub hidden_keys: i32,
+}
+
 /// What `hopper_bwd_prepare` writes for the kernel after it, besides the lists of sequences. `next_tile`, `next_query_tile`
 /// and `next_finish_item` are the schedulers' counters of tiles, of the tiles of dQ past 128 columns, and of the work after
 /// them.
@@ -68,6 +78,8 @@ pub struct HopperBackwardParams {
     /// `[B]`, in row order.
     pub sequences_by_row: *mut SequencePlan,
     pub plan: *mut BackwardPlan,
+    /// `[B]`, where calls with a bias need them; otherwise null.
+    pub sequence_starts: *mut SequenceStart,
     pub num_row_tiles: i32,
     /// Query blocks per head, over all sequences.
     pub num_query_blocks: i32,
@@ -124,6 +136,23 @@ pub struct HopperKeyRangeBackwardParams {
     pub query_block_keys: *mut QueryBlockKeys,
     /// Blocks of 128 keys over all sequences; see `first_key_block()`.
     pub key_block_queries: *mut KeyBlockQueries,
+}
+
+/// The parameter of `hopper_bwd_*_bias`.
+#[derive(Clone, Copy)]
+#[repr(C)]
+pub struct HopperBiasBackwardParams {
+    /// `sequence_starts` is not null.
+    pub common: HopperBackwardParams,
+    /// Of the bias and of its gradient, `[1, 1, matrix, row, key]`; a box has the queries of a step and 64 keys.
+    pub bias: TensorMap,
+    pub dbias: TensorMap,
+    /// Matrices from a sequence or a query head to the next one, as `BiasSource` has them.
+    pub seq_matrices: i32,
+    pub head_matrices: i32,
+    /// Whether the kernel stores dbias. Then each pair of a row and a key has a bias of its own.
+    pub stores_dbias: i32,
+    pub reserved: i32,
 }
 
 /// Parameters of `hopper_bwd_combine`, which adds up the partial sums of split query heads.

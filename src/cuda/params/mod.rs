@@ -54,6 +54,7 @@ kernel_params!(
     gather_token_scales::GatherTokenScaleParams,
     hopper_bwd::CombineGradientsParams,
     hopper_bwd::HopperBackwardParams,
+    hopper_bwd::HopperBiasBackwardParams,
     hopper_bwd::HopperKeyRangeBackwardParams,
     hopper_bwd::HopperWideBackwardParams,
     hopper_mla::HopperMlaParams,

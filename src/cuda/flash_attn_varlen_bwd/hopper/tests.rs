@@ -57,8 +57,25 @@ fn the_kernels_take_what_they_are_built_for() {
         forward.score.softcap = 1.0;
     };
     assert!(!with(&both));
-    let bias = Bias { data: null(), dtype: DType::BF16, seqs: 1, heads: 1, rows: 9, keys: 9 };
-    assert!(!with(&|forward| forward.score.bias = Some(bias)));
+    let bias = Bias { data: null(), dtype: DType::BF16, seqs: 1, heads: 1, rows: 9, keys: 16 };
+    let takes_bias = |bias| with(&|forward| forward.score.bias = Some(bias));
+    assert!(takes_bias(bias));
+    assert!(takes_bias(Bias { seqs: 7, heads: 4, rows: 10, ..bias }));
+    assert!(!takes_bias(Bias { keys: 17, ..bias }));
+    assert!(!takes_bias(Bias { rows: 0, ..bias }));
+    assert!(!takes_bias(Bias { dtype: DType::F32, ..bias }));
+    let capped_bias =
+        |forward: &mut Attention| forward.score = Score { bias: Some(bias), softcap: 1.0, ..forward.score };
+    assert!(!with(&capped_bias));
+    let stores_dbias = |dtype, seqs| {
+        let mut problem = gradients(128);
+        problem.forward.score.bias = Some(Bias { seqs, heads: 4, ..bias });
+        problem.dbias = Some(Tensor::dense(dtype, null_mut(), &[7, 4, 9, 16]));
+        takes(&problem)
+    };
+    assert!(stores_dbias(DType::BF16, 7));
+    assert!(!stores_dbias(DType::F32, 7));
+    assert!(stores_dbias(DType::F32, 1));
     assert!(!with(&|forward| forward.q.dtype = DType::F32));
     assert!(!with(&|forward| forward.k.token_stride = 260));
     assert!(!with(&|forward| forward.v.token_stride = 0));
@@ -161,11 +178,15 @@ fn what_the_front_ends_allocate_is_enough() {
                 for start in [0x1000, 0x1001, 0x107f] {
                     let partial = if columns == 0 { PartialGradients::NONE } else { partial_gradients(rows, heads) };
                     let sizes = [rows, seqs, heads];
-                    let place = |keys| WorkspaceLayout::new(start as *mut u8, queries, columns, sizes, partial, keys);
-                    let layout = place(None);
+                    let place =
+                        |options| WorkspaceLayout::new(start as *mut u8, queries, columns, sizes, partial, options);
+                    let layout = place(LayoutOptions::default());
+                    let with_bias = LayoutOptions { has_bias: true, ..LayoutOptions::default() };
+                    let with_ranges = |keys| LayoutOptions { range_keys: Some(keys), ..LayoutOptions::default() };
                     if columns > 0 {
-                        assert!(place(Some(rows)).bytes as i64 <= allocated, "{rows} rows, {seqs} sequences");
-                        assert!(place(Some(20 * rows)).bytes as i64 <= allocated);
+                        assert!(place(with_bias).bytes as i64 <= allocated, "{rows} rows, {seqs} sequences");
+                        assert!(place(with_ranges(rows)).bytes as i64 <= allocated, "{rows} rows, {seqs} sequences");
+                        assert!(place(with_ranges(20 * rows)).bytes as i64 <= allocated);
                     }
                     assert!(layout.bytes as i64 <= allocated, "{rows} rows, {seqs} sequences, {heads} heads");
                     // At most 2 % of the allocation is unused.
