@@ -2,9 +2,9 @@
 //! reference on every device, and against other ways to say the same.
 
 use crate::support::{
-    ALIBI, Alibi, Array, AttentionCase, BF16, BatchBias, BatchSpec, BiasForm, F16, F32, GradientCase, GradientOptions,
-    Invocation, KeyBounds, Mask, MemoryLayout, Numbers, Random, ReferenceCase, Side, assert_named_matches_reference,
-    for_both_sides, has_gradients,
+    ALIBI, Alibi, Array, AttentionCase, BF16, BatchBias, BatchSpec, BiasForm, Dtypes, F16, F32, GradientCase,
+    GradientOptions, Invocation, KeyBounds, Mask, MemoryLayout, Numbers, Random, ReferenceCase, Side,
+    assert_named_matches_reference, for_both_sides, has_gradients,
 };
 
 /// Several tiles and blocks, one query over many keys, and more queries than keys.
@@ -49,6 +49,37 @@ fn biases_over_several_blocks_agree_with_the_reference() {
     for seed in 0..30 {
         let spec = BatchSpec { batch_invariant: seed % 7 == 3, ..spec(seed) };
         let mut case = AttentionCase::flash(&spec.batch(), &layout(seed));
+        assert_named_matches_reference(&format!("{seed}: {spec:?}"), &mut case);
+    }
+}
+
+/// Biases of q's type over several tiles of Hopper's kernel, in rows of a multiple of 16 bytes and in others.
+#[test]
+fn biases_of_long_sequences_agree_with_the_reference() {
+    let forms = [
+        BiasForm::OWN,
+        BiasForm::SHARED,
+        BiasForm { per_head: true, ..BiasForm::SHARED },
+        BiasForm { short: true, ..BiasForm::OWN },
+        BiasForm { per_sequence: true, ..BiasForm::SHARED },
+    ];
+    for seed in 0..20 {
+        let dtypes = [Dtypes::same(BF16), Dtypes::same(F16), Dtypes::wide(BF16, BF16)][seed % 3];
+        let keys = [400, 304, 401][seed / 4 % 3];
+        let spec = BatchSpec {
+            dtypes,
+            heads: [(2, 2), (4, 2), (8, 1), (3, 3)][seed / 2 % 4],
+            head_dim: [64, 128, 256, 40, 192][seed % 5],
+            lengths: vec![(150, 150), (1, keys), (270, 290), (140, 12), (0, 9), (9, 200)],
+            mask: [Mask::FULL, Mask::CAUSAL, Mask::window(90, 30), Mask::CAUSAL.top_left()][seed / 3 % 4],
+            bias: Some(forms[seed / 5 % 5]),
+            leftpad: seed % 4 == 1,
+            sinks: seed % 3 == 1,
+            seed: seed as u64,
+            ..BatchSpec::default()
+        };
+        let layout = MemoryLayout { seqused_q: seed % 4 == 2, seqused_k: seed % 3 == 2, ..layout(seed) };
+        let mut case = AttentionCase::flash(&spec.batch(), &layout);
         assert_named_matches_reference(&format!("{seed}: {spec:?}"), &mut case);
     }
 }
@@ -203,5 +234,30 @@ fn dbias_changes_no_other_gradient() {
         let mut without = call.clone();
         without.results.retain(|result| result.name != "dbias");
         for_both_sides(|side| assert!(results(&call, side) == results(&without, side), "{}", call.description));
+    }
+}
+
+#[cfg(feature = "cuda")]
+mod on_their_own_gpu {
+    use super::{AttentionCase, BF16, BatchSpec, BiasForm, F16, MemoryLayout};
+    use crate::support::device::{BufferPadding, Gpu};
+    use crate::support::log_capture::{assert_logged, log};
+
+    /// Run under compute-sanitizer's slower tools: short, with a call of every kernel.
+    #[test]
+    fn tuned_kernels_with_a_bias_are_chosen() {
+        let Some(gpu) = Gpu::with_tuned_kernels_or_skip() else { return };
+        let log = log();
+        for (dtype, name) in [(BF16, "bf16"), (F16, "f16")] {
+            for head_dim in [64, 128, 256] {
+                let (dtypes, lengths, bias) = (dtype.into(), vec![(200, 304)], Some(BiasForm::OWN));
+                let spec = BatchSpec { dtypes, heads: (4, 2), head_dim, lengths, bias, ..BatchSpec::default() };
+                AttentionCase::flash(&spec.batch(), &MemoryLayout::contiguous())
+                    .invocation()
+                    .run_on_gpu(&gpu, BufferPadding::Redzones, 0)
+                    .unwrap();
+                assert_logged(log, &format!("hopper_bias_{name}_{head_dim} with"));
+            }
+        }
     }
 }

@@ -7,6 +7,7 @@
 #include <type_traits>
 
 #include "element.cuh"
+#include "hopper/bias.cuh"
 #include "hopper/mask.cuh"
 #include "hopper/online_softmax.cuh"
 #include "hopper/pipeline.cuh"
@@ -162,8 +163,13 @@ __device__ __forceinline__ void compute_tiles(const HopperPrefillParams& prefill
     // The block whose scores are computed. `weights` has P of the block before it in the loop, which is block + 1.
     int32_t block = end - 1;
     const auto transformed_rows = transform.rows(tile.work, warp_row, FindRow{prefill, tile});
-    const auto softmax_block = [&](bool masked) {
-      transform.template apply<T>(scores, transformed_rows, block * kKeys);
+    // `count` is the block's number in the CTA.
+    const auto softmax_block = [&](bool masked, int32_t count) {
+      if constexpr (Shape::kHasBias) {
+        add_bias<Shape, T>(pipeline, scores, params.score_factor, warp_row, count);
+      } else {
+        transform.template apply<T>(scores, transformed_rows, block * kKeys);
+      }
       if (masked) mask_scores(scores, prefill, tile, warp_row, block * kKeys);
       state.update(scores, unit);
     };
@@ -187,7 +193,7 @@ __device__ __forceinline__ void compute_tiles(const HopperPrefillParams& prefill
       ptx::wgmma_wait_group<1>();
       if (is_lane_0) pipeline.release_keys(next);
       if (block == first) release(pipeline.query_empty(tile_count));
-      softmax_block(masked);
+      softmax_block(masked, block_count + 1);
       ptx::wgmma_wait_group<0>();
       pack_weights();
       if (is_lane_0) pipeline.release_values(now);
@@ -229,9 +235,9 @@ __device__ __forceinline__ void compute_tiles(const HopperPrefillParams& prefill
       if (masked) mask_scores(scores, columns);
       state.update(scores, unit);
     } else if (masked) {
-      softmax_block(true);
+      softmax_block(true, block_count);
     } else {
-      softmax_block(false);
+      softmax_block(false, block_count);
     }
     if constexpr (kRoundsPerBlock) state.template round_max_weights<T>(scores);
     pack_weights();

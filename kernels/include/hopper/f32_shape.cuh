@@ -59,7 +59,8 @@ struct F32PrefillShape : Config {
   static constexpr int kBarriersOffset = kTilesOffset + 2 * static_cast<int>(sizeof(PrefillTile));
   /// O is stored from registers.
   static constexpr bool kHasOutputStaging = false;
-  static constexpr bool kStagesOutputInValues = false;
+  static constexpr bool kStagesOutputInValues = false, kHasBias = false;
+  static constexpr int kBiasStages = 0;
   static constexpr int kOutputOffset = 0, kOutputWarpBytes = 0;
   static constexpr int kAlignment = 1024;
 

@@ -77,7 +77,8 @@ struct Fp8PrefillShape : Config {
   static constexpr int kOutputWarpBytes = 16 * (kOutputPasses > 1 ? 2 * Atom::kRowBytes : 2 * kValueDim);
   static constexpr int kOutputBytes = kComputeWarps * kOutputWarpBytes;
   static constexpr bool kHasOutputStaging = true;
-  static constexpr bool kStagesOutputInValues = false;
+  static constexpr bool kStagesOutputInValues = false, kHasBias = false;
+  static constexpr int kBiasStages = 0;
   static constexpr int kTilesOffset = kOutputOffset + kOutputBytes;
   static constexpr int kBarriersOffset = kTilesOffset + 2 * static_cast<int>(sizeof(Tile));
   static constexpr int kAlignment = 1024;

@@ -75,7 +75,9 @@ class Pipeline {
     kLoadedValuesEmpty = kLoadedValuesFull + (kHasTranspose ? kStages : 0),
     kTileIndexFull = kLoadedValuesEmpty + (kHasTranspose ? kStages : 0),
     kTileIndexEmpty = kTileIndexFull + kSharesTileIndex,
-    kBarriers = kTileIndexEmpty + kSharesTileIndex,
+    kBiasFull = kTileIndexEmpty + kSharesTileIndex,
+    kBiasEmpty = kBiasFull + Shape::kBiasStages,
+    kBarriers = kBiasEmpty + Shape::kBiasStages,
   };
   static_assert(Shape::kBarriersOffset + 8 * (kBarriers + 1 + kSharesTileIndex) + Shape::kAlignment <=
                 Shape::kSharedBytes);
@@ -115,6 +117,8 @@ class Pipeline {
       init(kLoadedValuesEmpty, kStages, Shape::kTransposeWarps);
     }
     if constexpr (kSharesTileIndex != 0) init(kTileIndexFull, 2, 1);
+    init(kBiasFull, Shape::kBiasStages, 1);
+    init(kBiasEmpty, Shape::kBiasStages, Shape::kComputeWarps);
     ptx::fence_mbarrier_init();
     ptx::fence_proxy_async_shared();
   }
@@ -185,6 +189,15 @@ class Pipeline {
     return barrier(kOutputLeft + warpgroup, tile_count & 1);
   }
 
+  template <int kCount>
+  __device__ __forceinline__ Barrier bias_full(PipelineState<kCount> state) const {
+    return barrier(kBiasFull, state);
+  }
+  template <int kCount>
+  __device__ __forceinline__ Barrier bias_empty(PipelineState<kCount> state) const {
+    return barrier(kBiasEmpty, state);
+  }
+
   /// Sends the cluster's tile index number `count`, a value of the tile counter, to its second CTA. Run by a warp of
   /// the first one.
   __device__ __forceinline__ void send_tile_index(uint32_t index, int32_t count) const {
@@ -218,6 +231,9 @@ class Pipeline {
     } else {
       return values(stage);
     }
+  }
+  __device__ __forceinline__ uint32_t bias(uint32_t stage) const {
+    return address_ + Shape::kBiasOffset + stage * Shape::kBiasBytes;
   }
   /// The parts of Q, K and V of f32 (f32_shape.cuh).
   __device__ __forceinline__ uint32_t query_parts() const { return address_ + Shape::kQueryOffset; }

@@ -3,6 +3,7 @@
 
 #include <cstdint>
 
+#include "hopper/bias.cuh"
 #include "hopper/cluster_ptx.cuh"
 #include "hopper/compute.cuh"
 #include "hopper/load.cuh"
@@ -55,6 +56,7 @@ __device__ __forceinline__ void prefill(const HopperPrefillParams& params, const
           pipeline.starts_ascend() = ascend;
           pipeline.starts_checked().arrive();
         }
+        if constexpr (Shape::kHasBias) load_bias<Shape>(params, pipeline);
       }
     }
   } else {

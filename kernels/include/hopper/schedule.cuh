@@ -225,6 +225,7 @@ class TileScheduler {
       first_query += skipped;
       queries = clamp(queries - skipped, 0, own);
     }
+    if constexpr (Shape::kHasBias) static_cast<BiasTile&>(to).first_query = first_query;
     to.shift = visibility.shift + first_query;
     to.work.kv_head = head;
     to.work.tile = sequence_;

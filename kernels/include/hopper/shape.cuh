@@ -5,8 +5,8 @@
 // O. Both compute all scores, which keeps them independent of each other. Shared memory,
 // with Q, K, V and O in swizzle atoms (swizzle_atom.cuh):
 //
-//   Q | K [kStages] | V [kValueStages] | O staging | row entries of the cp.async loaders | PrefillTile [2] |
-//   WorkTile and WorkRange of hopper_split_kv | mbarriers
+//   Q | K [kStages] | V [kValueStages] | bias [kBiasStages] | O staging | row entries of the cp.async loaders |
+//   PrefillTile [2] | WorkTile and WorkRange of hopper_split_kv | mbarriers
 #pragma once
 
 #include <cstdint>
@@ -59,11 +59,21 @@ struct KeyRangeTile : PrefillTile {
   uint32_t attended[kMarkedBlocks / 32];  // with gaps: a bit per block from first_block on, set if a row attends to it
 };
 
+/// A work tile whose scores have a bias.
+struct BiasTile : PrefillTile {
+  int32_t first_query;  // of the tile, in its sequence
+};
+
 /// Whether a row of tiles::HopperPrefill is for a logits transform.
 template <typename Config>
 constexpr bool kTransformsLogits = true;
 template <int kBytes, typename HeadDim>
 constexpr bool kTransformsLogits<tiles::HopperPrefill<kBytes, HeadDim, tiles::logits_none>> = false;
+/// Whether it is for calls with a bias.
+template <typename Config>
+constexpr bool kAddsBias = false;
+template <int kBytes, typename HeadDim>
+constexpr bool kAddsBias<tiles::HopperPrefill<kBytes, HeadDim, tiles::logits_bias>> = true;
 
 /// `Config` is a row of tiles::HopperPrefill (kernels/variants.toml).
 template <typename Config, Storage kStorage_>
@@ -77,11 +87,13 @@ struct PrefillShape : Config {
   static constexpr Storage kStorage = kStorage_;
   /// Whether a warpgroup passes over the blocks of a tile that no row of its own attends to. It is then up to a block
   /// ahead of the others, which delays the loads of all unless there is a third stage.
+  static constexpr bool kHasBias = kAddsBias<Config>;
   static constexpr bool kHasWarpgroupBlocks = !Config::kSplitsKeys && Config::kWarpgroups > 1 && Config::kStages > 2;
   using Tile =
       std::conditional_t<Config::kSplitsKeys, SplitKvTile,
                          std::conditional_t<Config::kTakesKeyRanges, KeyRangeTile,
-                                            std::conditional_t<kHasWarpgroupBlocks, WarpgroupTile, PrefillTile>>>;
+                                            std::conditional_t<kHasWarpgroupBlocks, WarpgroupTile,
+                                                               std::conditional_t<kHasBias, BiasTile, PrefillTile>>>>;
   /// Warpgroups with the same rows, and the columns of O of each.
   static constexpr int kColumnWarpgroups = kValueDim > 256 ? 2 : 1, kOutputColumns = kValueDim / kColumnWarpgroups;
   static constexpr int kRows = 64 * Config::kWarpgroups / kColumnWarpgroups;
@@ -115,8 +127,8 @@ struct PrefillShape : Config {
   /// Whether packs may have padding heads.
   static constexpr bool kHasPaddingHeads = !kTransformsLogits<Config>;
 
-  /// The K warp and the V warp.
-  static constexpr int kLoadWarps = 2, kKeyLoadWarps = 1;
+  /// The K warp and the V warp, and that of the bias.
+  static constexpr int kLoadWarps = kHasBias ? 3 : 2, kKeyLoadWarps = 1;
   /// wgmma takes 16-bit V as it is loaded.
   static constexpr int kTransposeWarps = 0;
   /// Whether work that is rarely necessary is kept out of the compute warps' loop: the V warp clears rows, and the sums
@@ -130,8 +142,12 @@ struct PrefillShape : Config {
 
   static constexpr int kKeysOffset = kQueryBytes;
   static constexpr int kValuesOffset = kKeysOffset + Config::kStages * KeyBlock::kBytes;
+  /// The bias of a tile's rows and of a block of keys, [kKeys / 64][row][64 keys].
+  static constexpr int kBiasStages = kHasBias ? 2 : 0, kBiasBytes = kRows * Config::kKeys * 2;
+  static constexpr int kBiasOffset = kValuesOffset + kValueStages * ValueBlock::kBytes;
+  static_assert(!kHasBias || (Config::kKeys % 64 == 0 && kStorage == Storage::contiguous && !kHasWarpgroupBlocks));
   /// Staging of O for TMA stores, 16 rows per warp, where shared memory has room for it.
-  static constexpr int kOutputOffset = kValuesOffset + kValueStages * ValueBlock::kBytes;
+  static constexpr int kOutputOffset = kBiasOffset + kBiasStages * kBiasBytes;
   static constexpr int kOutputWarpBytes = 16 * ValueBlock::kAtomColumns * Atom::kRowBytes;
   static constexpr int kOutputBytes = kComputeWarps * kOutputWarpBytes;
   static constexpr bool kHasOutputStaging = !Config::kSplitsKeys && kOutputOffset + kOutputBytes < 226 * 1024;

@@ -1,17 +1,55 @@
-//! Calls with a bias of pairs of rows and keys, on every GPU. No other kernel knows of it.
+//! Calls with a bias of pairs of rows and keys: on Hopper by a variant of prefill, elsewhere and for what that does not take by a
+//! portable kernel. No other kernel knows of it.
 
+use super::hopper::HopperPrefill;
 use super::params::check_dense;
 use super::tiles::AttentionTile;
-use super::{Call, Launch, Launches, Parameter, UNLIMITED, max_tiles};
+use super::{Call, Launch, Launches, Parameter, UNLIMITED, longest_or_mean_queries, max_tiles};
 use crate::cuda::device::Device;
 use crate::cuda::enqueue::LaunchConfig;
 use crate::cuda::params::attention::AttentionParams;
 use crate::cuda::params::bias::{BiasParams, BiasSource};
+use crate::cuda::tensor_map::{Axis, L2Promotion, TensorMap, supports_tma};
 use crate::cuda::variants;
 use crate::error::{Error, Result};
 use crate::problem::attention::{Attention, Bias};
+use crate::tensor::DType;
 
 const KERNEL: &str = "attention_bias";
+
+/// Keys of a box that TMA copies: a row of a swizzle atom.
+const BOX_KEYS: i64 = 64;
+
+/// Queries of the longest sequence, or of the average one, from which on Hopper's kernel takes a call: it does not pack the query
+/// heads of a KV head.
+const HOPPER_QUERIES: i64 = 64;
+
+impl Bias {
+    /// The axes of the bias or of its gradient as `[1, 1, matrix, row, key]`, the innermost first, in boxes of `rows` rows.
+    fn axes(&self, rows: i64) -> [Axis; 5] {
+        let matrices = self.seqs.saturating_mul(self.heads) as i64;
+        let [all_rows, keys] = [self.rows, self.keys].map(|len| len as i64);
+        // The wrappers of TMA have five axes.
+        let unused = Axis { len: 1, stride: BOX_KEYS, box_len: 1 };
+        [
+            Axis { len: keys, stride: 1, box_len: BOX_KEYS },
+            Axis { len: all_rows, stride: keys, box_len: rows },
+            Axis { len: matrices, stride: all_rows.saturating_mul(keys), box_len: 1 },
+            unused,
+            unused,
+        ]
+    }
+
+    /// Whether TMA copies the bias, or its gradient at `data`, if it has this type: rows are multiples of 16 bytes.
+    pub(in crate::cuda) fn supports_tma(&self, dtype: DType, data: *const u8, rows: i64) -> bool {
+        self.dtype == dtype && supports_tma(dtype, data, &self.axes(rows))
+    }
+
+    /// The tensor map of the bias, or of its gradient at `data`.
+    pub(in crate::cuda) fn tensor_map(&self, dtype: DType, data: *const u8, rows: i64) -> Result<TensorMap> {
+        TensorMap::new(dtype, data, &self.axes(rows), L2Promotion::Bytes256)
+    }
+}
 
 impl BiasSource {
     /// Of a call whose q has elements of `q_bytes`.
@@ -47,6 +85,9 @@ impl AttentionTile {
 pub(super) fn launches<'c>(call: &Call<'c>) -> Result<Option<Launches<'c>>> {
     let problem = call.problem;
     let Some(bias) = &problem.score.bias else { return Ok(None) };
+    if let Some(prefill) = hopper(problem, &call.device) {
+        return prefill.launch_for_all(call).map(Some);
+    }
     let bias_bytes = bias.dtype.size() as u32;
     let (variant, tile) = kernel_for(problem, bias_bytes, &call.device)?;
     let tiles = max_tiles(call.rows() * call.group(), tile.rows(), call.seqs().min(call.rows())).max(1);
@@ -60,6 +101,12 @@ pub(super) fn launches<'c>(call: &Call<'c>) -> Result<Option<Launches<'c>>> {
     let params = BiasParams { attention, bias: BiasSource::new(bias, problem.q.dtype.size())? };
     let list = vec![Launch::new(KERNEL, variant, config, Parameter::Bias(Box::new(params)))];
     Ok(Some(Launches { list, store_new_tokens: false }))
+}
+
+/// Hopper's kernel for the call. What is chosen depends on the batch, so none with `batch_invariant`.
+fn hopper(problem: &Attention, device: &Device) -> Option<HopperPrefill> {
+    let takes = !problem.batch_invariant && longest_or_mean_queries(problem) >= HOPPER_QUERIES;
+    takes.then(|| HopperPrefill::of(problem, device)).flatten()
 }
 
 /// The variant of the smallest sufficient head dimension with which the bias fits the device, and its tile.
@@ -76,6 +123,7 @@ fn kernel_for(problem: &Attention, bias_bytes: u32, device: &Device) -> Result<(
 
 #[cfg(test)]
 mod tests {
+    use super::super::hopper::tests::ragged;
     use super::super::tests::{device, named_on, problem};
     use super::*;
     use crate::problem::attention::Score;
@@ -98,6 +146,24 @@ mod tests {
             }
         }
         assert!(named_on(&problem(64, 64, 8, 96), &device(true)).iter().all(|(name, ..)| !name.contains("bias")));
+    }
+
+    #[test]
+    fn hopper_takes_long_sequences_with_a_bias_of_their_type_in_rows_that_tma_copies() {
+        let named = |change: &dyn Fn(&mut Attention, &mut Bias)| {
+            let mut call = biased(&ragged(), DType::BF16);
+            let mut bias = Bias { keys: 80, ..call.score.bias.expect("it has one") };
+            change(&mut call, &mut bias);
+            call.score.bias = Some(bias);
+            named_on(&call, &device(true))[0].0
+        };
+        assert_eq!(named(&|_, _| ()), "hopper_bias_bf16_128");
+        let portable = "attention_bias_bf16_128";
+        assert_eq!(named(&|_, bias| bias.keys = 84), portable);
+        assert_eq!(named(&|_, bias| bias.dtype = DType::F32), portable);
+        assert_eq!(named(&|call, _| call.score.softcap = 1.0), portable);
+        assert_eq!(named(&|call, _| call.max_seqs = 16), portable);
+        assert_eq!(named(&|call, _| call.batch_invariant = true), portable);
     }
 
     #[test]

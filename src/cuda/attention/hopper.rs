@@ -11,8 +11,9 @@ use crate::cuda::device::Device;
 use crate::cuda::enqueue::{LaunchAttributes, LaunchConfig};
 use crate::cuda::kernel_launch::NEXT_TILE_BYTES;
 use crate::cuda::params::attention::AttentionParams;
+use crate::cuda::params::bias::BiasSource;
 use crate::cuda::params::divisor::IndexDivisor;
-use crate::cuda::params::hopper_prefill::{HopperKeyRangeParams, HopperPrefillParams};
+use crate::cuda::params::hopper_prefill::{HopperBiasParams, HopperKeyRangeParams, HopperPrefillParams};
 use crate::cuda::params::key_ranges::KeyRangeSource;
 use crate::cuda::tensor_map::{Axis, L2Promotion, TensorMap, supports_tma};
 use crate::cuda::tiles::{HOPPER_PREFILL, HopperPrefillTile};
@@ -27,6 +28,7 @@ const KERNEL: &str = "hopper_prefill";
 const FP8_KERNEL: &str = "hopper_prefill_fp8";
 const F32_KERNEL: &str = "hopper_prefill_f32";
 const KEY_RANGES_KERNEL: &str = "hopper_key_ranges";
+const BIAS_KERNEL: &str = "hopper_bias";
 
 /// 16-bit elements of a 16-byte chunk, which a lane copies at a time.
 const CHUNK: i64 = 8;
@@ -89,7 +91,8 @@ impl HopperPrefill {
             let tile = HOPPER_PREFILL.iter().filter(takes).min_by_key(|tile| tile.preference())?;
             Some(Self { tile, pack_gqa, packs_per_kv_head })
         };
-        let pack_gqa = (group & -group).min(LARGEST_PACK);
+        // A tile with a bias has rows of one matrix.
+        let pack_gqa = if problem.score.bias.is_some() { 1 } else { (group & -group).min(LARGEST_PACK) };
         let exact = with_packs(pack_gqa, group / pack_gqa)?;
         let mut prefill = exact;
         for rows in exact.rows_of_whole_groups(problem) {
@@ -114,7 +117,8 @@ impl HopperPrefill {
         let padded = padded_group(group);
         let pads = self.tile.bytes == 2 && !transforms_logits(problem);
         let rows = [pads.then_some(padded), Some(group)].into_iter().flatten();
-        rows.filter(|rows| self.packs_per_kv_head > 1 && *rows <= LARGEST_PACK && !problem.batch_invariant).collect()
+        let may_pack = self.packs_per_kv_head > 1 && !problem.batch_invariant && problem.score.bias.is_none();
+        rows.filter(|rows| may_pack && *rows <= LARGEST_PACK).collect()
     }
 
     /// Whether a call computes fewer rows than packed as `other`, by [`ROWS_SAVED_PERCENT`], if its sequences have all as many queries
@@ -152,7 +156,7 @@ impl HopperPrefill {
     }
 
     /// One launch for sequences of any length.
-    fn launch_for_all<'c>(&self, call: &Call<'c>) -> Result<Launches<'c>> {
+    pub(super) fn launch_for_all<'c>(&self, call: &Call<'c>) -> Result<Launches<'c>> {
         let tiles = self.max_tiles(call, call.seqs().min(call.rows()));
         let params = AttentionParams { clears_padding_rows: 1, ..call.params_for(1, UNLIMITED) };
         Ok(Launches { list: vec![self.launch(call, tiles, &params)?], store_new_tokens: false })
@@ -172,6 +176,7 @@ impl HopperPrefill {
             1 => (FP8_KERNEL, Parameter::Prefill(of)),
             4 => (F32_KERNEL, Parameter::Prefill(of)),
             _ if self.tile.takes_key_ranges => (KEY_RANGES_KERNEL, Parameter::PrefillKeyRanges(of)),
+            _ if problem.score.bias.is_some() => (BIAS_KERNEL, Parameter::PrefillBias(of)),
             _ => (KERNEL, Parameter::Prefill(of)),
         };
         let launch = Launch::new(kernel, self.variant(kernel, problem)?, self.shape(problem, tiles, device), parameter);
@@ -189,7 +194,7 @@ impl HopperPrefill {
         match self.tile.bytes {
             1 => variants::find(kernel, &[head_dim, storage, logits]),
             4 => variants::find(kernel, &[head_dim, logits]),
-            _ if self.tile.takes_key_ranges => {
+            _ if self.tile.takes_key_ranges || problem.score.bias.is_some() => {
                 variants::find(kernel, &[variants::dtype_value(problem.q.dtype), head_dim])
             }
             _ => variants::find(kernel, &[variants::dtype_value(problem.q.dtype), head_dim, storage, logits]),
@@ -385,6 +390,14 @@ impl PrefillParameter<'_> {
     pub(super) fn key_range_params(&self) -> Result<HopperKeyRangeParams> {
         let ranges = KeyRangeSource::new(&self.problem.queries.key_ranges);
         Ok(HopperKeyRangeParams { prefill: self.params()?, ranges })
+    }
+
+    pub(super) fn bias_params(&self) -> Result<HopperBiasParams> {
+        let Self { prefill, problem, .. } = self;
+        let bias = problem.score.bias.as_ref().expect("the tile is for calls with a bias");
+        let BiasSource { seq_matrices, head_matrices, .. } = BiasSource::new(bias, problem.q.dtype.size())?;
+        let map = bias.tensor_map(problem.q.dtype, bias.data.cast(), prefill.tile.rows())?;
+        Ok(HopperBiasParams { prefill: self.params()?, bias: map, seq_matrices, head_matrices })
     }
 
     /// The parameter with these tensor maps of q and out. Without the latter O is stored row by row.

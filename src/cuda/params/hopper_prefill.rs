@@ -66,6 +66,18 @@ pub struct HopperKeyRangeParams {
     pub ranges: KeyRangeSource,
 }
 
+/// The parameter of `hopper_bias`. Its tiles have rows of one query head.
+#[derive(Clone, Copy)]
+#[repr(C)]
+pub struct HopperBiasParams {
+    pub prefill: HopperPrefillParams,
+    /// `[1, 1, matrix, row, key]`; a box has the rows of a tile and 64 keys.
+    pub bias: TensorMap,
+    /// Matrices from a sequence or a query head to the next one, as `BiasSource` has them.
+    pub seq_matrices: i32,
+    pub head_matrices: i32,
+}
+
 /// The parameter of `hopper_fused`.
 #[derive(Clone, Copy)]
 #[repr(C)]

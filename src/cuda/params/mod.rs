@@ -58,6 +58,7 @@ kernel_params!(
     hopper_bwd::HopperKeyRangeBackwardParams,
     hopper_bwd::HopperWideBackwardParams,
     hopper_mla::HopperMlaParams,
+    hopper_prefill::HopperBiasParams,
     hopper_prefill::HopperFusedParams,
     hopper_prefill::HopperKeyRangeParams,
     hopper_prefill::HopperPrefillParams,

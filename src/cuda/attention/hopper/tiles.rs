@@ -68,6 +68,12 @@ impl HopperPrefillTile {
             && (!has_ranges || matches!(problem.keys.storage, KeyStorage::Contiguous { .. }))
     }
 
+    /// Whether TMA takes the call's bias, and keys are packed.
+    fn takes_bias(&self, problem: &Attention) -> bool {
+        let KeyStorage::Contiguous { .. } = problem.keys.storage else { return false };
+        problem.score.bias.is_some_and(|bias| bias.supports_tma(problem.q.dtype, bias.data.cast(), self.rows()))
+    }
+
     fn is_for_clusters(&self) -> bool {
         self.ctas_per_cluster > 1
     }
@@ -165,11 +171,14 @@ impl HopperPrefillTile {
         let is_plain =
             if bytes == 1 { score.softcap == 0.0 && score.alibi.is_none() } else { !transforms_logits(problem) };
         let transforms = match self.logits {
-            "none" | "scaled" => is_plain,
+            "none" | "scaled" | "bias" => is_plain,
             "softcap" => score.softcap > 0.0 && score.alibi.is_none(),
             _ => !is_plain,
         };
+        let has_bias = self.logits == "bias";
         problem.kv_dtype == dtype
+            && has_bias == score.bias.is_some()
+            && (!has_bias || self.takes_bias(problem))
             && self.bytes == bytes
             && self.has_columns(problem)
             && transforms

@@ -1,0 +1,96 @@
+// A bias of pairs of rows and keys (../score_bias.cuh), of q's type, in Hopper's prefill of packed keys: a warp loads
+// that of each block of keys by TMA, and the compute warps add it to the block's scores. A tile has rows of one query
+// head, so its bias is a box of a matrix [row, key].
+#pragma once
+
+#include <cstdint>
+
+#include "element.cuh"
+#include "hopper/pipeline.cuh"
+#include "hopper/ptx.cuh"
+#include "hopper/shape.cuh"
+#include "params/attention.cuh"
+#include "params/hopper_prefill.cuh"
+
+namespace xa::hopper {
+
+/// The logits transform of calls with a bias: `add_bias` makes logits in base 2 of scores.
+struct logits_bias {
+  __device__ __forceinline__ explicit logits_bias(const AttentionParams&) {}
+  static __device__ __forceinline__ float factor(const AttentionParams& params, int32_t) { return params.score_factor; }
+  __device__ __forceinline__ float log2_unit() const { return 1.0f; }
+  struct Rows {};
+  template <typename... Find>
+  __device__ __forceinline__ Rows rows(const WorkTile&, int32_t, const Find&...) const {
+    return {};
+  }
+  template <typename T, int kKeyTiles>
+  __device__ __forceinline__ void apply(float (&)[kKeyTiles][4], const Rows&, int32_t) const {}
+};
+
+/// Bytes of a row of an atom column of a stage, which has 64 keys.
+constexpr int32_t kBiasRowBytes = 128;
+
+/// Loads the bias of the blocks of all tiles of the CTA. Executed by a warp.
+template <typename Shape>
+__device__ __forceinline__ void load_bias(const HopperPrefillParams& params, const Pipeline<Shape>& pipeline) {
+  const HopperBiasParams& biased = reinterpret_cast<const HopperBiasParams&>(params);
+  const bool is_leader = threadIdx.x % 32 == 0;
+  int32_t block_count = 0;
+  bool has_tile = true;
+#pragma unroll 1
+  for (int32_t count = 0; has_tile; ++count) {
+    const PipelineState<2> tile_state(count);
+    pipeline.tile_full(tile_state).wait();
+    const BiasTile& tile = pipeline.tile(tile_state);
+    has_tile = tile.work.tile.num_rows > Shape::kNoRows;
+    if (has_tile && is_leader) {
+      const int32_t matrix = tile.work.tile.sequence * biased.seq_matrices + tile.work.kv_head * biased.head_matrices;
+#pragma unroll 1
+      for (int32_t block = tile.end_block - 1; block >= tile.first_block; --block, ++block_count) {
+        const PipelineState<Shape::kBiasStages> state(block_count);
+        const Barrier full = pipeline.bias_full(state);
+        pipeline.bias_empty(state).producer_wait();
+        full.arrive_expect_tx(Shape::kBiasBytes);
+#pragma unroll
+        for (int column = 0; column < Shape::kKeys / 64; ++column) {
+          ptx::tma_load(pipeline.bias(state.stage) + column * (Shape::kRows * kBiasRowBytes), biased.bias, full.address,
+                        block * Shape::kKeys + 64 * column, tile.first_query, matrix, 0, 0);
+        }
+      }
+    }
+    __syncwarp();
+    if (is_leader) pipeline.tile_empty(tile_state).arrive();
+  }
+}
+
+/// Scales the scores of a warp's 16 rows, which begin at row `warp_row` of the tile, and adds their bias, the CTA's
+/// block number `block_count`: logits in base 2.
+template <typename Shape, typename T, int kKeyTiles>
+__device__ __forceinline__ void add_bias(const Pipeline<Shape>& pipeline, float (&scores)[kKeyTiles][4], float factor,
+                                         int32_t warp_row, int32_t block_count) {
+  constexpr float kLog2E = 1.44269504088896341f;
+  const PipelineState<Shape::kBiasStages> state(block_count);
+  // The row of which this lane passes the address to ldmatrix, and its chunk of those of two column tiles.
+  const int32_t thread = xa::ptx::opaque(threadIdx.x), lane = thread % 32, chunk = lane / 16;
+  const int32_t row = thread / 32 * 16 + lane % 16;
+  const uint32_t from = pipeline.bias(state.stage) + row * kBiasRowBytes + (chunk ^ row % 8) * 16;
+  pipeline.bias_full(state).wait();
+#pragma unroll
+  for (int pair = 0; pair < kKeyTiles / 2; ++pair) {
+    uint32_t bias[4];
+    // The swizzle XORs the index of a chunk with the row.
+    xa::ptx::ldmatrix_x4(bias, (from + pair / 4 * (Shape::kRows * kBiasRowBytes)) ^ (pair % 4 * 2 << 4));
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      const float2 x = unpack<T>(bias[i]);
+      float (&s)[4] = scores[2 * pair + i / 2];
+      s[i % 2 * 2] = __fmaf_rn(s[i % 2 * 2], factor, x.x * kLog2E);
+      s[i % 2 * 2 + 1] = __fmaf_rn(s[i % 2 * 2 + 1], factor, x.y * kLog2E);
+    }
+  }
+  __syncwarp();
+  if (threadIdx.x % 32 == 0) pipeline.bias_empty(state).arrive();
+}
+
+}  // namespace xa::hopper
