@@ -1,7 +1,7 @@
 // The gradient of the bias of attention, for any head dimension. A CTA has rows of one sequence and head of the bias
 // and a number of adjacent tiles of keys. For each tile it visits the sequences and heads that share it in order,
-// recomputes their P and dS, and sums dS in registers: without atomics, and without memory for dS. attention_bwd_dq has
-// run before.
+// recomputes their P and dS, and sums dS in registers: without atomics, and without memory for dS. attention_bwd_dq or
+// hopper_bwd_prepare has stored delta before.
 //
 // Compiled once for each value of
 //   XA_DTYPE   f16, bf16, f32

@@ -178,9 +178,9 @@ pub struct BiasForm {
 impl BiasForm {
     /// `[1, 1]`, of the dtype of the queries.
     pub const SHARED: Self = Self { per_sequence: false, per_head: false, dtype: None, short: false };
-    /// Every value of each property, and what broadcasts in each way.
     /// Each pair of a row and a key of each sequence and head has its own.
     pub const OWN: Self = Self { per_sequence: true, per_head: true, ..Self::SHARED };
+    /// Every value of each property, and what broadcasts in each way.
     pub const ALL: [Self; 5] = [
         Self::SHARED,
         Self { per_sequence: true, per_head: true, dtype: Some(F32), short: false },

@@ -401,12 +401,15 @@ __device__ __forceinline__ void compute_tiles(const HopperBackwardParams& params
       if (is_last_step()) release(pipeline.values_empty(tile_count));
       // Both warpgroups have finished dQ of the step before, so the stage that this step's dS will occupy is free.
       if (steps_done > 0) pipeline.ds_full(PipelineState<2>(step - 1)).wait();
+      [[maybe_unused]] const bool stores_dbias = Shape::kHasBias && with_bias(params).stores_dbias != 0;
 #pragma unroll
       for (int k = 0; k < kQueries / 16; ++k) {
         const uint32_t atom_column = step_state.stage * Shape::kDsBytes + k / 4 * Shape::kDsAtomColumnBytes;
         // The swizzle XORs the index of a 16-byte chunk with the row.
         ptx::stmatrix_x4((own_ds + atom_column) ^ (k % 4 * 2 << 4), ds[k]);
-        if constexpr (Shape::kHasBias) step_bias.store(k, ds[k]);
+        if constexpr (Shape::kHasBias) {
+          if (stores_dbias) step_bias.store(k, ds[k]);
+        }
       }
       warp_scheduler_barrier_sync();
       if constexpr (!kFullyMasked) {

@@ -4,8 +4,7 @@
 //! Two launches: the plan and the row statistics (`hopper_bwd_prepare`), and the gradients (`hopper_bwd`). A third one
 //! (`hopper_bwd_combine`) adds up dK and dV where query heads of a KV head are split, and one between the two
 //! (`hopper_bwd_plan_ranges`) is for bounds of the keys of each row. The gradient of a bias may take another one, before or after
-//! them. All decisions follow from static sizes, strides and
-//! options.
+//! them. All decisions follow from static sizes, strides and options.
 
 use super::head_splits::{self, PartialGradients};
 use super::key_ranges::KeyRangeLayout;
