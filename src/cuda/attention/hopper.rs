@@ -20,7 +20,7 @@ use crate::cuda::tiles::{HOPPER_PREFILL, HopperPrefillTile};
 use crate::cuda::variants;
 use crate::error::Result;
 use crate::problem::KvView;
-use crate::problem::attention::{Attention, KeyStorage};
+use crate::problem::attention::{Attention, Bias, KeyStorage};
 use crate::tensor::Tensor;
 use std::ptr::null_mut;
 
@@ -172,11 +172,11 @@ impl HopperPrefill {
         let Call { problem, device, .. } = call;
         let next_tile = self.next_tile(problem, tiles, device);
         let of = PrefillParameter { prefill: *self, problem, attention: *attention, next_tile };
-        let (kernel, parameter) = match self.tile.bytes {
-            1 => (FP8_KERNEL, Parameter::Prefill(of)),
-            4 => (F32_KERNEL, Parameter::Prefill(of)),
+        let (kernel, parameter) = match (self.tile.bytes, &problem.score.bias) {
+            (1, _) => (FP8_KERNEL, Parameter::Prefill(of)),
+            (4, _) => (F32_KERNEL, Parameter::Prefill(of)),
             _ if self.tile.takes_key_ranges => (KEY_RANGES_KERNEL, Parameter::PrefillKeyRanges(of)),
-            _ if problem.score.bias.is_some() => (BIAS_KERNEL, Parameter::PrefillBias(of)),
+            (_, Some(bias)) => (BIAS_KERNEL, Parameter::PrefillBias(of, bias)),
             _ => (KERNEL, Parameter::Prefill(of)),
         };
         let launch = Launch::new(kernel, self.variant(kernel, problem)?, self.shape(problem, tiles, device), parameter);
@@ -392,9 +392,9 @@ impl PrefillParameter<'_> {
         Ok(HopperKeyRangeParams { prefill: self.params()?, ranges })
     }
 
-    pub(super) fn bias_params(&self) -> Result<HopperBiasParams> {
+    /// `bias` is that of the call.
+    pub(super) fn bias_params(&self, bias: &Bias) -> Result<HopperBiasParams> {
         let Self { prefill, problem, .. } = self;
-        let bias = problem.score.bias.as_ref().expect("the tile is for calls with a bias");
         let BiasSource { seq_matrices, head_matrices, .. } = BiasSource::new(bias, problem.q.dtype.size())?;
         let map = bias.tensor_map(problem.q.dtype, bias.data.cast(), prefill.tile.rows())?;
         Ok(HopperBiasParams { prefill: self.params()?, bias: map, seq_matrices, head_matrices })

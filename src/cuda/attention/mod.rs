@@ -29,7 +29,7 @@ use super::params::key_ranges::KeyRangeParams;
 use super::params::token_scales::TokenScaleParams;
 use super::params::tree_mask::RowMaskParams;
 use crate::error::Result;
-use crate::problem::attention::Attention;
+use crate::problem::attention::{Attention, Bias};
 use crate::problem::kv_cache_update::KvCacheUpdate;
 use crate::stream::Stream;
 use fused::FusedParameter;
@@ -147,7 +147,7 @@ enum Parameter<'c> {
     RowMasks(Box<RowMaskParams>),
     TokenScales(Box<TokenScaleParams>),
     Prefill(PrefillParameter<'c>),
-    PrefillBias(PrefillParameter<'c>),
+    PrefillBias(PrefillParameter<'c>, &'c Bias),
     PrefillKeyRanges(PrefillParameter<'c>),
     Fused(Box<FusedParameter<'c>>),
     Latent(LatentParameter<'c>),
@@ -162,7 +162,7 @@ impl kernel_launch::Parameter for Parameter<'_> {
             Self::RowMasks(params) => params.pass(enqueue),
             Self::TokenScales(params) => params.pass(enqueue),
             Self::Prefill(of) => of.params()?.pass(enqueue),
-            Self::PrefillBias(of) => of.bias_params()?.pass(enqueue),
+            Self::PrefillBias(of, bias) => of.bias_params(bias)?.pass(enqueue),
             Self::PrefillKeyRanges(of) => of.key_range_params()?.pass(enqueue),
             Self::Fused(of) => of.params()?.pass(enqueue),
             Self::Latent(of) => of.params()?.pass(enqueue),
@@ -351,7 +351,7 @@ pub(super) mod tests {
             Parameter::KeyRanges(params) => (params.attention.min_queries, params.attention.max_queries),
             Parameter::RowMasks(params) => (params.attention.min_queries, params.attention.max_queries),
             Parameter::TokenScales(params) => (params.attention.min_queries, params.attention.max_queries),
-            Parameter::Prefill(of) | Parameter::PrefillBias(of) | Parameter::PrefillKeyRanges(of) => {
+            Parameter::Prefill(of) | Parameter::PrefillBias(of, _) | Parameter::PrefillKeyRanges(of) => {
                 (of.attention.min_queries, of.attention.max_queries)
             }
             Parameter::Latent(of) => (of.attention.min_queries, of.attention.max_queries),
