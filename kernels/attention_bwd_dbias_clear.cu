@@ -1,5 +1,5 @@
-// Stores zeros to the gradient of a bias wherever no row attends to the key. attention_bwd_dq or hopper_bwd runs after it
-// and stores the other elements, among blocks of which it stores zeros once more.
+// Stores zeros to the gradient of a bias wherever no row attends to the key. attention_bwd_dq or hopper_bwd runs after
+// it and stores the other elements, among blocks of which it stores zeros once more.
 //
 // Launch: kDbiasThreads threads, a CTA per kDbiasRows rows, sequence and head of the bias.
 

@@ -76,8 +76,8 @@ class BiasCopy {
   volatile BiasBox& box_;
 };
 
-/// Clears the first `count` rows of K and V, fewer than 8. No query attends to these keys, so they may hold NaN, and 0 * NaN
-/// is NaN. Executed by a warp.
+/// Clears the first `count` rows of K and V, fewer than 8. No query attends to these keys, so they may hold NaN, whose
+/// product with 0 is NaN. Executed by a warp.
 template <typename Shape>
 __device__ __forceinline__ void clear_hidden_keys(uint32_t keys, uint32_t values, int32_t count) {
   using Atom = typename Shape::Atom;
