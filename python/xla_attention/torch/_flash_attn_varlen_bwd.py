@@ -163,7 +163,8 @@ def _lower(
         (
             *(Result(tuple(x.shape), grad_dtype or x.dtype) for x in (q, k, v)),
             Result((0,) if sinks is None else tuple(sinks.shape), torch.float32),
-            *([] if bias is None else _bias_results(workspace, bias, bias_gradient, grad_dtype)),
+            # The None is the place of the workspace.
+            *([] if bias is None else [None, _bias_result(bias, bias_gradient, grad_dtype)]),
         ),
         _OPERATOR.typed(
             {
@@ -179,19 +180,13 @@ def _lower(
             }
         ),
         strided=(0, 1, 2, 3, 4),
-        workspace=None if bias is not None else workspace,
+        workspace=workspace,
     )
 
 
-def _bias_results(
-    workspace: Workspace | None, bias: torch.Tensor, has_gradient: bool, grad_dtype: torch.dtype | None
-) -> tuple[Result, Result]:
-    """The workspace, and `dbias`, which comes after it and is empty where it is not asked for."""
-    room = None if workspace is None else workspace.result(_OPERATOR.target)
-    return (
-        room or Result((0,), torch.uint8),
-        Result(tuple(bias.shape) if has_gradient else (0,), grad_dtype or bias.dtype),
-    )
+def _bias_result(bias: torch.Tensor, has_gradient: bool, grad_dtype: torch.dtype | None) -> Result:
+    """`dbias`, empty where it is not asked for."""
+    return Result(tuple(bias.shape) if has_gradient else (0,), grad_dtype or bias.dtype)
 
 
 def _without_workspace(results: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
