@@ -4,8 +4,8 @@
 use crate::mutated_call::{BufferSpec, MutatedCall};
 use crate::support::{
     Array, Attr, BF16, CPU, Dtype, F16, F32, F64, Frame, GuardedBuffer, HandlerSet, I32, INVALID_ARGUMENT, InlinePool,
-    Invocation, POISON, Random, Refusal, Side, UNIMPLEMENTED, c_attribute, c_call, c_request, c_tensor, handler_sets,
-    operator_of,
+    Invocation, POISON, PRED, Random, Refusal, Side, UNIMPLEMENTED, c_attribute, c_call, c_request, c_tensor,
+    handler_sets, operator_of,
 };
 use std::collections::BTreeMap;
 use std::ptr::null_mut;
@@ -119,9 +119,9 @@ fn run(mutated: &MutatedCall, aliases: &[(usize, usize)], seed: u64) {
     }
 }
 
-/// Whether [`contents`] can make numbers of this dtype.
+/// Whether [`contents`] can make numbers of this dtype, which an operand that is not read may have.
 fn is_known(dtype: Dtype) -> bool {
-    dtype.size() > 0
+    dtype.size() > 0 && dtype != PRED
 }
 
 /// Makes the call through the C interface and through the handlers of every set. All must refuse it with the same error
