@@ -286,6 +286,11 @@ mod on_their_own_gpu {
         runs_kernel(&bounded, "attention_bwd_dq_bf16_256_key_ranges_softcap_alibi with");
         let one_kv_head = BatchSpec { heads: (16, 1), lengths: vec![(200, 240)], mask: Mask::CAUSAL, ..base.clone() };
         runs_kernel(&one_kv_head, "hopper_bwd_combine_bf16 with");
+        for (head_dim, bias) in [(64, BiasForm::SHARED), (128, BiasForm { per_head: true, ..BiasForm::SHARED })] {
+            let lengths = vec![(200, 304), (30, 40)];
+            let shared = BatchSpec { head_dim, lengths, bias: Some(bias), ..base.clone() };
+            runs_kernel(&shared, &format!("hopper_bwd_dbias_bf16_{head_dim} with"));
+        }
         let short = vec![(3, 40); 40];
         runs_kernel(
             &BatchSpec { heads: (8, 1), lengths: short, head_dim: 64, ..base },

@@ -221,11 +221,16 @@ impl WorkspaceLayout {
     }
 
     /// The launches for the gradient of a bias before and after the others.
-    fn dbias_launches<'p>(&self, problem: &'p FlashAttnVarlenBwd, device: &Device) -> Result<[Option<Launch<'p>>; 2]> {
+    fn dbias_launches<'p>(&self, problem: &'p FlashAttnVarlenBwd, device: Device) -> Result<[Option<Launch<'p>>; 2]> {
         let Some(of) = &problem.forward.score.bias else { return Ok([None, None]) };
-        let backward = BackwardParams::new(problem, device, self.delta.cast())?;
-        let parameter = Parameter::Bias(Rc::new(bias::params(problem, of, &backward, device)?));
-        bias::launches(problem, device, &parameter)
+        if !bias::main_kernel_stores_it(&problem.forward, of) {
+            let summing =
+                hopper_bias::dbias_launch(problem, of, device, [self.delta, self.lse_log2].map(<*mut u8>::cast))?;
+            return Ok([None, summing]);
+        }
+        let backward = BackwardParams::new(problem, &device, self.delta.cast())?;
+        let parameter = Parameter::Bias(Rc::new(bias::params(problem, of, &backward, &device)?));
+        bias::launches(problem, &device, &parameter)
     }
 
     /// The launch configuration of `hopper_bwd_prepare`.
@@ -332,7 +337,7 @@ impl HopperBackward {
             }
             _ => Parameter::Hopper(defer_params(params)),
         };
-        let [clearing, summing] = layout.dbias_launches(problem, &device)?;
+        let [clearing, summing] = layout.dbias_launches(problem, device)?;
         let mut launches = Vec::from_iter(clearing);
         launches.extend(build_launches(problem, &before, ("hopper_bwd", main, &values[..]), &parameter)?);
         launches.extend(head_splits::combine(

@@ -1,13 +1,21 @@
 //! What Hopper's gradients up to 128 columns need besides for a bias of pairs of rows and keys: which biases their kernels
-//! take, the tensor maps, and the parameter.
+//! take, the tensor maps, the parameter, and the kernel for the gradient of a bias that sequences or heads share.
 
-use super::bias;
+use super::hopper::defer_params;
+use super::tensor_maps::TensorMapConfig;
+use super::{Launch, Parameter, bias};
+use crate::cuda::device::Device;
+use crate::cuda::enqueue::LaunchConfig;
+use crate::cuda::params::attention_bwd::BackwardParams;
 use crate::cuda::params::bias::BiasSource;
-use crate::cuda::params::hopper_bwd::{HopperBackwardParams, HopperBiasBackwardParams};
+use crate::cuda::params::hopper_bwd::{HopperBackwardParams, HopperBiasBackwardParams, HopperDbiasParams};
 use crate::cuda::tensor_map::TensorMap;
-use crate::error::Result;
+use crate::cuda::tiles::{HOPPER_BWD_DBIAS, HopperBwdDbiasTile};
+use crate::cuda::variants;
+use crate::error::{Error, Result};
 use crate::problem::attention::Bias;
 use crate::problem::flash_attn_varlen_bwd::FlashAttnVarlenBwd;
+use crate::tensor::DType;
 
 /// Whether the kernels take the call's bias and gradient: of q's dtype, and in rows that TMA supports.
 pub(super) fn supports(problem: &FlashAttnVarlenBwd, bias: &Bias, queries: u32) -> bool {
@@ -37,4 +45,55 @@ pub(super) fn params(
         stores_dbias: i32::from(stored.is_some()),
         reserved: 0,
     })
+}
+
+const DBIAS_KERNEL: &str = "hopper_bwd_dbias";
+
+/// Rows and keys of a tile of that kernel, and columns of a swizzle atom.
+const DBIAS_TILE: i64 = 128;
+const ATOM_COLUMNS: i64 = 64;
+
+/// The launch that computes the gradient of a bias that sequences or heads share, after `hopper_bwd_prepare`, which stores
+/// `delta` and the lse in base 2.
+pub(super) fn dbias_launch<'p>(
+    problem: &'p FlashAttnVarlenBwd,
+    bias: &'p Bias,
+    device: Device,
+    [delta, lse_log2]: [*mut f32; 2],
+) -> Result<Option<Launch<'p>>> {
+    let Some(dbias) = problem.dbias else { return Ok(None) };
+    let dim = problem.forward.head_dim.max(problem.forward.value_dim);
+    let tile: &HopperBwdDbiasTile = HOPPER_BWD_DBIAS
+        .iter()
+        .find(|tile| tile.head_dim as usize >= dim)
+        .ok_or_else(|| Error::internal(format!("{DBIAS_KERNEL} is not built for head dimension {dim}")))?;
+    let tiles = |len: usize| len.div_ceil(DBIAS_TILE as usize);
+    let ctas = (bias.seqs * bias.heads).saturating_mul(tiles(bias.rows)).saturating_mul(tiles(bias.keys));
+    if ctas > i32::MAX as usize {
+        return Err(Error::unimplemented(format!("dbias takes {ctas} blocks; a grid has up to 2^31 - 1")));
+    }
+    let dtype = problem.forward.q.dtype;
+    let variant = variants::find(DBIAS_KERNEL, &[variants::dtype_value(dtype), tile.head_dim_value])?;
+    let config = LaunchConfig { grid: [ctas as u32, 1, 1], threads: tile.threads, shared_memory: tile.shared_bytes };
+    let parameter = defer_params(move || {
+        let [q, k, v, dout, ..] = TensorMapConfig::all(problem, [DBIAS_TILE; 3], ATOM_COLUMNS);
+        let encode = |config: TensorMapConfig| config.encode(problem);
+        Ok(HopperDbiasParams {
+            backward: BackwardParams::new(problem, &device, delta)?,
+            q: encode(q)?,
+            k: encode(k)?,
+            v: encode(v)?,
+            dout: encode(dout)?,
+            bias: bias.tensor_map(dtype, bias.data.cast(), DBIAS_TILE)?,
+            lse_log2,
+            dbias: dbias.data.cast(),
+            seqs: bias.seqs as i32,
+            heads: bias.heads as i32,
+            rows: bias.rows as i32,
+            keys: bias.keys as i32,
+            dbias_is_f32: i32::from(dbias.dtype == DType::F32),
+            reserved: 0,
+        })
+    });
+    Ok((ctas > 0).then(|| Launch::new(DBIAS_KERNEL, variant, config, Parameter::HopperDbias(parameter))))
 }

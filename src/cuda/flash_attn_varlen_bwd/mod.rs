@@ -22,8 +22,8 @@ use super::params::attention_bwd::BackwardParams;
 use super::params::attention_bwd_sinks::SINKS_THREADS;
 use super::params::bias::BiasBackwardParams;
 use super::params::hopper_bwd::{
-    CombineGradientsParams, HopperBackwardParams, HopperBiasBackwardParams, HopperKeyRangeBackwardParams,
-    HopperWideBackwardParams,
+    CombineGradientsParams, HopperBackwardParams, HopperBiasBackwardParams, HopperDbiasParams,
+    HopperKeyRangeBackwardParams, HopperWideBackwardParams,
 };
 use super::params::key_ranges::KeyRangeBackwardParams;
 use super::variants;
@@ -74,6 +74,7 @@ enum Parameter<'p> {
     Bias(Rc<BiasBackwardParams>),
     Hopper(Rc<DeferredParams<'p, HopperBackwardParams>>),
     HopperBias(Rc<DeferredParams<'p, HopperBiasBackwardParams>>),
+    HopperDbias(Rc<DeferredParams<'p, HopperDbiasParams>>),
     HopperKeyRanges(Rc<DeferredParams<'p, HopperKeyRangeBackwardParams>>),
     HopperWide(Rc<DeferredParams<'p, HopperWideBackwardParams>>),
     CombineGradients(CombineGradientsParams),
@@ -87,6 +88,7 @@ impl kernel_launch::Parameter for Parameter<'_> {
             Self::Bias(params) => params.pass(enqueue),
             Self::Hopper(params) => params.as_ref().as_ref().map_err(Clone::clone)?.pass(enqueue),
             Self::HopperBias(params) => params.as_ref().as_ref().map_err(Clone::clone)?.pass(enqueue),
+            Self::HopperDbias(params) => params.as_ref().as_ref().map_err(Clone::clone)?.pass(enqueue),
             Self::HopperKeyRanges(params) => params.as_ref().as_ref().map_err(Clone::clone)?.pass(enqueue),
             Self::HopperWide(params) => params.as_ref().as_ref().map_err(Clone::clone)?.pass(enqueue),
             Self::CombineGradients(params) => params.pass(enqueue),

@@ -155,6 +155,32 @@ pub struct HopperBiasBackwardParams {
     pub reserved: i32,
 }
 
+/// The parameter of `hopper_bwd_dbias`.
+#[derive(Clone, Copy)]
+#[repr(C)]
+pub struct HopperDbiasParams {
+    /// `delta` is not null.
+    pub backward: BackwardParams,
+    /// As those of [`HopperBackwardParams`], in boxes of 128 rows.
+    pub q: TensorMap,
+    pub k: TensorMap,
+    pub v: TensorMap,
+    pub dout: TensorMap,
+    /// `[1, 1, matrix, row, key]`, in boxes of 128 rows and 64 keys.
+    pub bias: TensorMap,
+    /// `[Hq, Tq]`
+    pub lse_log2: *mut f32,
+    /// The shape of the bias, dense.
+    pub dbias: *mut c_void,
+    /// The shape of the bias. Sequences and heads: 1 where they share it.
+    pub seqs: i32,
+    pub heads: i32,
+    pub rows: i32,
+    pub keys: i32,
+    pub dbias_is_f32: i32,
+    pub reserved: i32,
+}
+
 /// Parameters of `hopper_bwd_combine`, which adds up the partial sums of split query heads.
 #[derive(Clone, Copy)]
 #[repr(C)]

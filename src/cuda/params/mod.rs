@@ -55,6 +55,7 @@ kernel_params!(
     hopper_bwd::CombineGradientsParams,
     hopper_bwd::HopperBackwardParams,
     hopper_bwd::HopperBiasBackwardParams,
+    hopper_bwd::HopperDbiasParams,
     hopper_bwd::HopperKeyRangeBackwardParams,
     hopper_bwd::HopperWideBackwardParams,
     hopper_mla::HopperMlaParams,

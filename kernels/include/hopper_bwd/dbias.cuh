@@ -1,0 +1,340 @@
+// The gradient of a bias that sequences or heads share, on Hopper up to 128 columns.
+//
+// A CTA has a tile of kRows rows and kKeys keys of a matrix of the bias. It visits the sequences and heads that share
+// it in order, the *items*, and sums their dS in registers. A warp loads Q and K, then dO and V of each item into a
+// ring (load_dbias_items); two warpgroups of 64 rows compute S and dP from them (DbiasSum). The bias of the tile is
+// loaded once. Shared memory, with all tiles in swizzle atoms (hopper/swizzle_atom.cuh):
+//
+//   rows and keys [kStages] | bias | DbiasItem [kItems] | mbarriers
+#pragma once
+
+#include <cmath>
+#include <cstdint>
+
+#include "bwd/sequence_at.cuh"
+#include "element.cuh"
+#include "hopper/pipeline.cuh"
+#include "hopper/ptx.cuh"
+#include "hopper/swizzle_atom.cuh"
+#include "hopper/wgmma.cuh"
+#include "hopper_bwd/ragged_rows.cuh"
+#include "params/hopper_bwd.cuh"
+#include "tiles/hopper_bwd_dbias.cuh"
+#include "work_tile.cuh"
+
+namespace xa::hopper {
+
+/// A sequence and head that share the tile; `head` is -1 past the last one.
+struct DbiasItem {
+  QoTile sequence;
+  int32_t head;
+  int32_t is_whole;  // whether all rows of the tile attend to all of its keys
+};
+
+/// `kHeadDim_` is the bucket of D and Dv; tiles::HopperBwdDbias is a table of kernels/variants.toml.
+template <int kHeadDim_>
+struct DbiasShape : tiles::HopperBwdDbias<kHeadDim_> {
+  using Config = tiles::HopperBwdDbias<kHeadDim_>;
+  static constexpr int kHeadDim = kHeadDim_, kRows = 128, kKeys = 128;
+  /// Of the ring, each with rows and keys: Q and K, or dO and V.
+  static constexpr int kStages = Config::kStages;
+  /// Loads of later items begin up to kStages before this one's end.
+  static constexpr int kItems = 4;
+  static_assert(kStages < 2 * kItems - 2);
+  static constexpr int kComputeWarps = 8;
+  static_assert(Config::kThreads == 128 + 32 * kComputeWarps);
+  using Atom = SwizzleAtom<64>;
+  static constexpr int kAtomColumns = kHeadDim / Atom::kColumns;
+  /// Of Q, dO, K or V: atom columns one after the other.
+  static constexpr int kAtomColumnBytes = kRows * Atom::kRowBytes, kOperandBytes = kAtomColumns * kAtomColumnBytes;
+  static_assert(kRows == kKeys);
+  static constexpr int kStageBytes = 2 * kOperandBytes;
+  static constexpr int kBiasOffset = kStages * kStageBytes, kBiasColumnBytes = kRows * Atom::kRowBytes;
+  static constexpr int kBiasBytes = kKeys / 64 * kBiasColumnBytes;
+  static constexpr int kItemsOffset = kBiasOffset + kBiasBytes, kItemBytes = 64;
+  static_assert(sizeof(DbiasItem) <= kItemBytes);
+  static constexpr int kBarriersOffset = kItemsOffset + kItems * kItemBytes;
+  static constexpr int kBarriers = 2 * kStages + 1;
+  static constexpr int kAlignment = 1024;
+  static_assert(Config::kSharedBytes == kBarriersOffset + 8 * kBarriers + kAlignment);
+};
+
+/// The CTA's tile.
+struct DbiasTile {
+  int32_t matrix, first_row, first_key;
+};
+
+template <typename Shape>
+class DbiasPipeline {
+ public:
+  __device__ __forceinline__ explicit DbiasPipeline(uint8_t* shared) {
+    const uint32_t address = xa::ptx::shared_address(shared), unaligned = -address % Shape::kAlignment;
+    shared_ = shared + unaligned;
+    address_ = address + unaligned;
+  }
+  /// Called by one thread; __syncthreads must follow.
+  __device__ __forceinline__ void init() const {
+    for (int i = 0; i < Shape::kStages; ++i) {
+      ptx::mbarrier_init(full(i).address, 1);
+      ptx::mbarrier_init(empty(i).address, Shape::kComputeWarps);
+    }
+    ptx::mbarrier_init(bias_full().address, 1);
+    ptx::fence_mbarrier_init();
+    ptx::fence_proxy_async_shared();
+  }
+  /// Of load number `n`.
+  __device__ __forceinline__ Barrier full(int32_t n) const { return barrier(n % Shape::kStages, n); }
+  __device__ __forceinline__ Barrier empty(int32_t n) const { return barrier(Shape::kStages + n % Shape::kStages, n); }
+  __device__ __forceinline__ Barrier bias_full() const { return barrier(2 * Shape::kStages, 0); }
+  __device__ __forceinline__ uint32_t rows(int32_t n) const {
+    return address_ + n % Shape::kStages * Shape::kStageBytes;
+  }
+  __device__ __forceinline__ uint32_t keys(int32_t n) const { return rows(n) + Shape::kOperandBytes; }
+  __device__ __forceinline__ uint32_t bias() const { return address_ + Shape::kBiasOffset; }
+  /// The item whose Q and K are load `n`.
+  __device__ __forceinline__ DbiasItem& item(int32_t n) const {
+    return *reinterpret_cast<DbiasItem*>(shared_ + Shape::kItemsOffset + n / 2 % Shape::kItems * Shape::kItemBytes);
+  }
+
+ private:
+  __device__ __forceinline__ Barrier barrier(int index, int32_t n) const {
+    return Barrier{address_ + Shape::kBarriersOffset + 8 * index, static_cast<uint32_t>(n / Shape::kStages) & 1};
+  }
+  uint8_t* shared_;
+  uint32_t address_;
+};
+
+/// Loads the operands of all items of the tile. Executed by a warp.
+template <typename Shape>
+__device__ __forceinline__ void load_dbias_items(const HopperDbiasParams& params, const DbiasPipeline<Shape>& pipeline,
+                                                 const DbiasTile& tile) {
+  using Atom = typename Shape::Atom;
+  const AttentionParams& forward = params.backward.forward;
+  const bool is_leader = threadIdx.x % 32 == 0;
+  if (is_leader) {
+    pipeline.bias_full().arrive_expect_tx(Shape::kBiasBytes);
+#pragma unroll
+    for (int column = 0; column < Shape::kKeys / 64; ++column) {
+      ptx::tma_load(pipeline.bias() + column * Shape::kBiasColumnBytes, params.bias, pipeline.bias_full().address,
+                    tile.first_key + 64 * column, tile.first_row, tile.matrix, 0, 0);
+    }
+  }
+  int32_t count = 0;  // of loads: two per item
+  const auto load = [&](const TensorMap& row_map, const TensorMap& key_map, const QoTile& sequence, int32_t head) {
+    const Barrier full = pipeline.full(count);
+    full.arrive_expect_tx(Shape::kStageBytes);
+    const RaggedRows rows(sequence.first_token, sequence.len_q), keys(sequence.start_k, sequence.len_k);
+#pragma unroll 1
+    for (int column = 0; column < Shape::kAtomColumns; ++column) {
+      const uint32_t at = column * Shape::kAtomColumnBytes;
+      ptx::tma_load(pipeline.rows(count) + at, row_map, full.address, column * Atom::kColumns, head,
+                    rows.base + tile.first_row, rows.end, RaggedRows::kEnd);
+      ptx::tma_load(pipeline.keys(count) + at, key_map, full.address, column * Atom::kColumns, head / forward.group,
+                    keys.base + tile.first_key, keys.end, RaggedRows::kEnd);
+    }
+    ++count;
+  };
+  const int32_t live = live_sequences(forward), of_sequence = tile.matrix / params.heads;
+  const int32_t first = params.seqs == 1 ? 0 : of_sequence, end = min(params.seqs == 1 ? live : first + 1, live);
+  const int32_t heads = forward.num_kv_heads * forward.group;
+  const int32_t first_head = params.heads == 1 ? 0 : tile.matrix % params.heads;
+  const int32_t end_head = params.heads == 1 ? heads : first_head + 1;
+  StartMaxima maxima = {0, 0};
+  int32_t scanned = 0;
+#pragma unroll 1
+  for (int32_t b = first; b < end; ++b) {
+    const QoTile sequence = sequence_at(forward, b, scanned, maxima);
+    scanned = b;
+    const int32_t queries = min(sequence.len_q - tile.first_row, Shape::kRows);
+    if (queries <= 0) continue;
+    const Visibility visibility(forward, sequence);
+    const KeyRange keys = visible_keys(visibility, tile.first_row, tile.first_row + queries - 1);
+    const int32_t end_key = tile.first_key + Shape::kKeys;
+    if (keys.begin >= min(keys.end, end_key) || keys.end <= tile.first_key) continue;
+    const bool is_whole = queries == Shape::kRows && keys.common_begin <= tile.first_key && keys.common_end >= end_key;
+#pragma unroll 1
+    for (int32_t head = first_head; head < end_head; ++head) {
+      pipeline.empty(count).producer_wait();
+      if (is_leader) {
+        pipeline.item(count) = {sequence, head, is_whole};
+        load(params.q, params.k, sequence, head);
+      }
+      count = __shfl_sync(~0u, count, 0);
+      pipeline.empty(count).producer_wait();
+      if (is_leader) load(params.dout, params.v, sequence, head);
+      count = __shfl_sync(~0u, count, 0);
+    }
+  }
+  pipeline.empty(count).producer_wait();
+  if (is_leader) {
+    pipeline.item(count).head = -1;
+    pipeline.full(count).arrive();
+  }
+  __syncwarp();
+}
+
+/// The sum of dS of the items of a tile, 64 rows and all of its keys per warpgroup.
+template <typename Shape, typename T>
+class DbiasSum {
+  using Atom = typename Shape::Atom;
+  static constexpr int kTiles = Shape::kKeys / 8;
+
+ public:
+  __device__ __forceinline__ DbiasSum(const HopperDbiasParams& params, const DbiasPipeline<Shape>& pipeline,
+                                      const DbiasTile& tile)
+      : params_(params), pipeline_(pipeline), tile_(tile) {
+#pragma unroll
+    for (auto& sums : sums_) {
+#pragma unroll
+      for (float& sum : sums) sum = 0.0f;
+    }
+  }
+
+  /// Executed by each of the two warpgroups.
+  __device__ __forceinline__ void add_items() {
+    pipeline_.bias_full().wait();
+#pragma unroll 1
+    for (int32_t count = 0;; count += 2) {
+      pipeline_.full(count).wait();
+      const DbiasItem& item = pipeline_.item(count);
+      const int32_t head = uniform(item.head);
+      if (head < 0) return;
+      add_item(item, head, count);
+    }
+  }
+
+  /// Stores the sums as elements of type E.
+  template <typename E>
+  __device__ __forceinline__ void store() const {
+    const int32_t lane = threadIdx.x % 32;
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      const int32_t row = tile_.first_row + lane_row() + 8 * half;
+      if (row >= params_.rows) continue;
+      E* const to = static_cast<E*>(params_.dbias) +
+                    (static_cast<int64_t>(tile_.matrix) * params_.rows + row) * params_.keys + tile_.first_key;
+#pragma unroll
+      for (int column = 0; column < kTiles; ++column) {
+        // Rows of 16-bit biases are multiples of 16 bytes, so a pair of keys exists or does not.
+        const int32_t key = 8 * column + lane % 4 * 2;
+        if (tile_.first_key + key < params_.keys) {
+          store_columns(to + key, make_float2(sums_[column][2 * half], sums_[column][2 * half + 1]));
+        }
+      }
+    }
+  }
+
+ private:
+  /// This lane's first row of the tile; the other one is 8 further.
+  static __device__ __forceinline__ int32_t lane_row() {
+    const int32_t thread = xa::ptx::opaque(threadIdx.x) - 128;
+    return thread / 32 * 16 + thread % 32 / 4;
+  }
+
+  /// Starts `scores` = rows keys^T of load `count`, as one wgmma group.
+  __device__ __forceinline__ void start_product(float (&scores)[kTiles][4], int32_t count) const {
+    const int32_t warpgroup = uniform(threadIdx.x / 128) - 1;
+    const uint64_t rows =
+        matrix_descriptor<Atom>(pipeline_.rows(count) + warpgroup * 8 * Atom::kBytes, 0, Atom::kBytes);
+    const uint64_t keys = matrix_descriptor<Atom>(pipeline_.keys(count), 0, Atom::kBytes);
+    constexpr int kSteps = Atom::kColumns / 16;
+    ptx::wgmma_fence();
+#pragma unroll
+    for (int step = 0; step < Shape::kHeadDim / 16; ++step) {
+      const uint64_t at = step / kSteps * (Shape::kAtomColumnBytes >> 4) + step % kSteps * 2;
+      if (step == 0) {
+        Wgmma<T, Shape::kKeys>::template ss<false>(scores, rows + at, keys + at);
+      } else {
+        Wgmma<T, Shape::kKeys>::template ss<true>(scores, rows + at, keys + at);
+      }
+    }
+    ptx::wgmma_commit_group();
+  }
+
+  __device__ __forceinline__ void release(int32_t count) const {
+    __syncwarp();
+    if (threadIdx.x % 32 == 0) pipeline_.empty(count).arrive();
+  }
+
+  __device__ __forceinline__ void add_item(const DbiasItem& item, int32_t head, int32_t count) {
+    constexpr float kLog2E = 1.44269504088896341f;
+    const AttentionParams& forward = params_.backward.forward;
+    float p[kTiles][4], dp[kTiles][4];
+    start_product(p, count);
+    // While the products run.
+    float lse[2], delta[2];
+    const int32_t len_q = item.sequence.len_q;
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      const int32_t query = tile_.first_row + lane_row() + 8 * half;
+      const int64_t index =
+          static_cast<int64_t>(head) * forward.num_tokens + item.sequence.first_token + min(query, len_q - 1);
+      lse[half] = __ldg(params_.lse_log2 + index);
+      delta[half] = __ldg(params_.backward.delta + index);
+    }
+    pipeline_.full(count + 1).wait();
+    start_product(dp, count + 1);
+    ptx::wgmma_wait_group<1>();
+    release(count);
+    const int32_t lane = threadIdx.x % 32;
+    const int32_t own_row = uniform(threadIdx.x / 32 - 4) * 16 + lane % 16;
+    const uint32_t bias = pipeline_.bias() + own_row * Atom::kRowBytes + (lane / 16 ^ own_row % 8) * 16;
+    const float scale = forward.score_factor;
+#pragma unroll
+    for (int pair = 0; pair < kTiles / 2; ++pair) {
+      uint32_t x[4];
+      xa::ptx::ldmatrix_x4(x, (bias + pair / 4 * Shape::kBiasColumnBytes) ^ (pair % 4 * 2 << 4));
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        const float2 b = unpack<T>(x[i]);
+        float (&s)[4] = p[2 * pair + i / 2];
+        const int half = i % 2;
+        s[2 * half] = xa::ptx::exp2_approx(__fmaf_rn(s[2 * half], scale, __fmaf_rn(b.x, kLog2E, -lse[half])));
+        s[2 * half + 1] = xa::ptx::exp2_approx(__fmaf_rn(s[2 * half + 1], scale, __fmaf_rn(b.y, kLog2E, -lse[half])));
+      }
+    }
+    ptx::wgmma_wait_group<0>();
+    release(count + 1);
+    if (uniform(item.is_whole) != 0) {
+      add(p, dp, delta);
+    } else {
+      // Masked elements may be anything before, so the mask is last.
+      const Visibility visibility(forward, item.sequence);
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        const int32_t query = tile_.first_row + lane_row() + 8 * half;
+        const int32_t first = tile_.first_key + lane % 4 * 2;
+        const int32_t begin = visibility.begin(query) - first;
+        const int32_t end = query < len_q ? visibility.end(query) - first : INT32_MIN;
+#pragma unroll
+        for (int column = 0; column < kTiles; ++column) {
+#pragma unroll
+          for (int i = 0; i < 2; ++i) {
+            const int32_t key = 8 * column + i;
+            const int e = 2 * half + i;
+            const float ds = p[column][e] * (dp[column][e] - delta[half]);
+            sums_[column][e] += key >= begin && key < end ? ds : 0.0f;
+          }
+        }
+      }
+    }
+  }
+
+  __device__ __forceinline__ void add(const float (&p)[kTiles][4], const float (&dp)[kTiles][4],
+                                      const float (&delta)[2]) {
+#pragma unroll
+    for (int column = 0; column < kTiles; ++column) {
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        sums_[column][i] = __fmaf_rn(p[column][i], dp[column][i] - delta[i / 2], sums_[column][i]);
+      }
+    }
+  }
+
+  const HopperDbiasParams& params_;
+  const DbiasPipeline<Shape>& pipeline_;
+  const DbiasTile& tile_;
+  float sums_[kTiles][4];
+};
+
+}  // namespace xa::hopper
