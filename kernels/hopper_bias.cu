@@ -17,7 +17,7 @@ namespace {
 using T = xa::XA_PASTE(dtype_, XA_DTYPE);
 using Config = xa::tiles::HopperPrefill<sizeof(T), xa::tiles::XA_PASTE(head_dim_, XA_HEAD_DIM), xa::tiles::logits_bias>;
 using Shape = xa::hopper::PrefillShape<Config, xa::hopper::Storage::contiguous>;
-// Two copies of the code of a block would spill past D 128.
+// Two copies of the code of a block would spill at D 256; at D 64 there is one for another reason (compute.cuh).
 constexpr bool kHasOneStep = Shape::kHeadDim > 128;
 }  // namespace
 

@@ -64,14 +64,14 @@ __device__ __forceinline__ void load_bias(const HopperPrefillParams& params, con
   }
 }
 
-/// Scales the scores of a warp's 16 rows, which begin at row `warp_row` of the tile, and adds their bias, the CTA's
-/// block number `block_count`: logits in base 2.
+/// Scales the scores of a warp's 16 rows and adds their bias, the CTA's block number `block_count`: logits in base 2.
 template <typename Shape, typename T, int kKeyTiles>
 __device__ __forceinline__ void add_bias(const Pipeline<Shape>& pipeline, float (&scores)[kKeyTiles][4], float factor,
-                                         int32_t warp_row, int32_t block_count) {
+                                         int32_t block_count) {
   constexpr float kLog2E = 1.44269504088896341f;
   const PipelineState<Shape::kBiasStages> state(block_count);
-  // The row of which this lane passes the address to ldmatrix, and its chunk of those of two column tiles.
+  // The row of which this lane passes the address to ldmatrix, and its chunk of those of two column tiles. The row is
+  // computed anew for each block, because registers are scarce at D 256.
   const int32_t thread = xa::ptx::opaque(threadIdx.x), lane = thread % 32, chunk = lane / 16;
   const int32_t row = thread / 32 * 16 + lane % 16;
   const uint32_t from = pipeline.bias(state.stage) + row * kBiasRowBytes + (chunk ^ row % 8) * 16;

@@ -166,7 +166,7 @@ __device__ __forceinline__ void compute_tiles(const HopperPrefillParams& prefill
     // `count` is the block's number in the CTA.
     const auto softmax_block = [&](bool masked, int32_t count) {
       if constexpr (Shape::kHasBias) {
-        add_bias<Shape, T>(pipeline, scores, params.score_factor, warp_row, count);
+        add_bias<Shape, T>(pipeline, scores, params.score_factor, count);
       } else {
         transform.template apply<T>(scores, transformed_rows, block * kKeys);
       }

@@ -8,6 +8,7 @@
 //   V [kValueStages] TMA or cp.async of the V warp   compute warps
 //   V in fp8         TMA, then the transpose warps   compute warps
 //   f32 K or V       cp.async of the load warps      compute warps, which split them (f32_compute.cuh)
+//   bias             TMA of the bias warp            compute warps
 //
 // In a cluster of two CTAs, TMA of one CTA writes K to both, and of the other one V. Each CTA expects the bytes at its
 // own full barriers; the compute warps of both arrive at the empty barrier of the CTA that loads.
@@ -189,6 +190,7 @@ class Pipeline {
     return barrier(kOutputLeft + warpgroup, tile_count & 1);
   }
 
+  /// The bias of a block, and its place.
   template <int kCount>
   __device__ __forceinline__ Barrier bias_full(PipelineState<kCount> state) const {
     return barrier(kBiasFull, state);

@@ -85,9 +85,9 @@ struct PrefillShape : Config {
   static constexpr int kNoRows = kClusterSize > 1 ? -1 : 0;
   static constexpr int kHeadDim = Config::kDim, kValueDim = Config::kValueDim;
   static constexpr Storage kStorage = kStorage_;
+  static constexpr bool kHasBias = kAddsBias<Config>;
   /// Whether a warpgroup passes over the blocks of a tile that no row of its own attends to. It is then up to a block
   /// ahead of the others, which delays the loads of all unless there is a third stage.
-  static constexpr bool kHasBias = kAddsBias<Config>;
   static constexpr bool kHasWarpgroupBlocks = !Config::kSplitsKeys && Config::kWarpgroups > 1 && Config::kStages > 2;
   using Tile =
       std::conditional_t<Config::kSplitsKeys, SplitKvTile,
@@ -145,7 +145,8 @@ struct PrefillShape : Config {
   /// The bias of a tile's rows and of a block of keys, [kKeys / 64][row][64 keys].
   static constexpr int kBiasStages = kHasBias ? 2 : 0, kBiasBytes = kRows * Config::kKeys * 2;
   static constexpr int kBiasOffset = kValuesOffset + kValueStages * ValueBlock::kBytes;
-  static_assert(!kHasBias || (Config::kKeys % 64 == 0 && kStorage == Storage::contiguous && !kHasWarpgroupBlocks));
+  static_assert(!kHasBias || (Config::kKeys % 64 == 0 && kStorage == Storage::contiguous && !kHasWarpgroupBlocks &&
+                              kColumnWarpgroups == 1 && kClusterSize == 1));
   /// Staging of O for TMA stores, 16 rows per warp, where shared memory has room for it.
   static constexpr int kOutputOffset = kBiasOffset + kBiasStages * kBiasBytes;
   static constexpr int kOutputWarpBytes = 16 * ValueBlock::kAtomColumns * Atom::kRowBytes;

@@ -276,8 +276,8 @@ class DbiasSum {
     start_product(dp, count + 1);
     ptx::wgmma_wait_group<1>();
     release(count);
-    const int32_t lane = threadIdx.x % 32;
-    const int32_t own_row = uniform(threadIdx.x / 32 - 4) * 16 + lane % 16;
+    // The row of which this lane passes the address to ldmatrix.
+    const int32_t lane = threadIdx.x % 32, own_row = (threadIdx.x / 32 - 4) * 16 + lane % 16;
     const uint32_t bias = pipeline_.bias() + own_row * Atom::kRowBytes + (lane / 16 ^ own_row % 8) * 16;
     const float scale = forward.score_factor;
 #pragma unroll

@@ -12,7 +12,7 @@ use crate::cuda::params::bias::{BiasParams, BiasSource};
 use crate::cuda::tensor_map::{Axis, L2Promotion, TensorMap, supports_tma};
 use crate::cuda::variants;
 use crate::error::{Error, Result};
-use crate::problem::attention::{Attention, Bias};
+use crate::problem::attention::{Attention, Bias, KeyStorage};
 use crate::tensor::DType;
 
 const KERNEL: &str = "attention_bias";
@@ -20,9 +20,11 @@ const KERNEL: &str = "attention_bias";
 /// Keys of a box that TMA copies: a row of a swizzle atom.
 const BOX_KEYS: i64 = 64;
 
-/// Queries of the longest sequence, or of the average one, from which on Hopper's kernel takes a call: it does not pack the query
-/// heads of a KV head.
+/// Queries of the longest sequence, or of the average one, and keys of the average one, from which on Hopper's kernel takes a
+/// call: it does not pack the query heads of a KV head. On an H200 16 sequences of 64 queries take 0.71 to 1.08 times the portable
+/// kernel's speed over 64 keys, and 1.12 to 1.79 times over 2048.
 const HOPPER_QUERIES: i64 = 64;
+const HOPPER_KEYS: usize = 128;
 
 impl Bias {
     /// The axes of the bias or of its gradient as `[1, 1, matrix, row, key]`, the innermost first, in boxes of `rows` rows.
@@ -40,9 +42,12 @@ impl Bias {
         ]
     }
 
-    /// Whether TMA copies the bias, or its gradient at `data`, if it has this type: rows are multiples of 16 bytes.
+    /// Whether TMA copies the bias, or its gradient at `data`, if it has this type: rows are multiples of 16 bytes, and coordinates
+    /// have 31 bits.
     pub(in crate::cuda) fn supports_tma(&self, dtype: DType, data: *const u8, rows: i64) -> bool {
-        self.dtype == dtype && supports_tma(dtype, data, &self.axes(rows))
+        let axes = self.axes(rows);
+        let has_coordinates = axes.iter().all(|axis| axis.len <= i64::from(i32::MAX));
+        self.dtype == dtype && has_coordinates && supports_tma(dtype, data, &axes)
     }
 
     /// The tensor map of the bias, or of its gradient at `data`.
@@ -105,7 +110,10 @@ pub(super) fn launches<'c>(call: &Call<'c>) -> Result<Option<Launches<'c>>> {
 
 /// Hopper's kernel for the call. What is chosen depends on the batch, so none with `batch_invariant`.
 fn hopper(problem: &Attention, device: &Device) -> Option<HopperPrefill> {
-    let takes = !problem.batch_invariant && longest_or_mean_queries(problem) >= HOPPER_QUERIES;
+    let KeyStorage::Contiguous { total } = problem.keys.storage else { return None };
+    let is_long =
+        longest_or_mean_queries(problem) >= HOPPER_QUERIES && total >= HOPPER_KEYS.saturating_mul(problem.max_seqs);
+    let takes = !problem.batch_invariant && is_long;
     takes.then(|| HopperPrefill::of(problem, device)).flatten()
 }
 
@@ -163,6 +171,7 @@ mod tests {
         assert_eq!(named(&|_, bias| bias.dtype = DType::F32), portable);
         assert_eq!(named(&|call, _| call.score.softcap = 1.0), portable);
         assert_eq!(named(&|call, _| call.max_seqs = 16), portable);
+        assert_eq!(named(&|call, _| call.keys.storage = KeyStorage::Contiguous { total: 895 }), portable);
         assert_eq!(named(&|call, _| call.batch_invariant = true), portable);
     }
 
