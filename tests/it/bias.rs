@@ -250,7 +250,7 @@ mod on_their_own_gpu {
         let log = log();
         for (dtype, name) in [(BF16, "bf16"), (F16, "f16")] {
             for head_dim in [64, 128, 256] {
-                let (dtypes, lengths, bias) = (dtype.into(), vec![(200, 304)], Some(BiasForm::OWN));
+                let (dtypes, lengths, bias) = (dtype.into(), vec![(300, 504)], Some(BiasForm::OWN));
                 let spec = BatchSpec { dtypes, heads: (4, 2), head_dim, lengths, bias, ..BatchSpec::default() };
                 AttentionCase::flash(&spec.batch(), &MemoryLayout::contiguous())
                     .invocation()
