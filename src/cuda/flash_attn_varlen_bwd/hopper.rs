@@ -6,6 +6,7 @@
 //! (`hopper_bwd_plan_ranges`) is for bounds of the keys of each row. The gradient of a bias may take another one, before or after
 //! them. All decisions follow from static sizes, strides and options.
 
+use super::deferred::defer_params;
 use super::head_splits::{self, PartialGradients};
 use super::key_ranges::KeyRangeLayout;
 use super::tensor_maps::TensorMapConfig;
@@ -20,7 +21,6 @@ use crate::cuda::variants;
 use crate::error::Result;
 use crate::problem::attention::{Attention, Score};
 use crate::problem::flash_attn_varlen_bwd::FlashAttnVarlenBwd;
-use std::cell::LazyCell;
 use std::ptr::null_mut;
 use std::rc::Rc;
 
@@ -278,14 +278,6 @@ pub(super) fn build_launches<'p>(
     launches.push(main);
     launches.extend(sinks(problem, parameter.clone())?);
     Ok(launches)
-}
-
-/// A parameter that is made once, by the first launch that needs it, and shared by the others.
-pub(super) type DeferredParams<'p, P> = LazyCell<Result<P>, Box<dyn FnOnce() -> Result<P> + 'p>>;
-
-/// Defers making the parameter until a launch is enqueued: `prepare` loads the kernels without it.
-pub(super) fn defer_params<'p, P>(make: impl FnOnce() -> Result<P> + 'p) -> Rc<DeferredParams<'p, P>> {
-    Rc::new(LazyCell::new(Box::new(make)))
 }
 
 /// The launches of a call that these kernels support.

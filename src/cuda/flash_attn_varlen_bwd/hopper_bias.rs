@@ -1,7 +1,7 @@
 //! What Hopper's gradients up to 128 columns need besides for a bias of pairs of rows and keys: which biases their kernels
 //! take, the tensor maps, the parameter, and the kernel for the gradient of a bias that sequences or heads share.
 
-use super::hopper::defer_params;
+use super::deferred::defer_params;
 use super::tensor_maps::TensorMapConfig;
 use super::{Launch, Parameter, bias};
 use crate::cuda::device::Device;

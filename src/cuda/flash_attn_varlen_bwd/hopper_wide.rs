@@ -3,8 +3,9 @@
 //! Two launches: the plan and the row statistics, and the gradients. One CTA computes all of an element of the gradients,
 //! so the workspace has no `dq_accum`.
 
+use super::deferred::defer_params;
 use super::head_splits::PartialGradients;
-use super::hopper::{WorkspaceLayout, build_launches, defer_params, logits_transform, max_tiles};
+use super::hopper::{WorkspaceLayout, build_launches, logits_transform, max_tiles};
 use super::tensor_maps::TensorMapConfig;
 use super::{Launch, Parameter};
 use crate::cuda::device::Device;

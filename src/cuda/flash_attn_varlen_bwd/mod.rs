@@ -5,6 +5,7 @@
 //! lengths only, so that every run gives the same bits.
 
 mod bias;
+mod deferred;
 mod head_splits;
 mod hopper;
 mod hopper_bias;
@@ -30,7 +31,7 @@ use super::variants;
 use crate::error::Result;
 use crate::problem::flash_attn_varlen_bwd::FlashAttnVarlenBwd;
 use crate::stream::Stream;
-use hopper::DeferredParams;
+use deferred::DeferredParams;
 use std::ffi::c_void;
 use std::ptr::{null, null_mut};
 use std::rc::Rc;
