@@ -25,6 +25,7 @@
 #include "hopper_bwd/products.cuh"
 #include "hopper_bwd/ragged_rows.cuh"
 #include "hopper_bwd/shape.cuh"
+#include "hopper_bwd/widened_gradient.cuh"
 #include "params/hopper_bwd.cuh"
 
 namespace xa::hopper {
@@ -42,43 +43,9 @@ class RowStatPairs {
   uint32_t own_;
 };
 
-/// The logits transform of this lane's scores in a query block: the first score is that of the lane's first key and
-/// first query. `slope` is the shared address of the head's ALiBi slope.
-template <typename Shape>
-__device__ __forceinline__ BackwardLogitsTransform<Shape> logits_transform(const AttentionParams& forward,
-                                                                           const BackwardTile& tile, int32_t block,
-                                                                           uint32_t slope) {
-  if constexpr (!Shape::kHasAlibi) return {forward, 0, 0.0f};
-  const int32_t thread = xa::ptx::opaque(threadIdx.x) - 128, lane = thread % 32;
-  const int32_t key = tile.key_block * Shape::kKeys + thread / 32 * 16 + lane / 4;
-  const int32_t distance = block * Shape::kQueries + 2 * (lane % 4) + tile.shift - key;
-  return {forward, distance, ptx::load_shared_f32(slope)};
-}
-
 /// Named barrier of warpgroup 0; that of warpgroup 1 is the next one. Barriers 1 to 3 synchronise the tiles and their
 /// epilogues.
 constexpr int kWarpSchedulerBarrier = 4;
-
-/// Stores this warp's 16 keys of dK or dV as f32, `[rows, KV heads, num_columns]`. Each quad of lanes stores 32 bytes.
-template <typename Shape, int kColumnTiles>
-__device__ __forceinline__ void store_widened_gradient(const float (&x)[kColumnTiles][4], float scale, void* gradient,
-                                                       const AttentionParams& forward, const BackwardTile& tile,
-                                                       int32_t num_columns) {
-  const int32_t thread = xa::ptx::opaque(threadIdx.x) - 128, lane = thread % 32;
-  const int32_t first = tile.key_block * Shape::kKeys + thread / 32 * 16 + lane / 4;
-#pragma unroll
-  for (int half = 0; half < 2; ++half) {
-    const int32_t key = first + 8 * half;
-    if (key >= tile.num_keys) continue;
-    const int64_t row = static_cast<int64_t>(tile.first_key + key) * forward.num_kv_heads + tile.kv_head;
-    float* const to = static_cast<float*>(gradient) + row * num_columns + lane % 4 * 2;
-#pragma unroll
-    for (int column = 0; column < kColumnTiles; ++column) {
-      if (8 * column >= num_columns) break;
-      store_columns(to + 8 * column, make_float2(x[column][2 * half] * scale, x[column][2 * half + 1] * scale));
-    }
-  }
-}
 
 /// Computes all tiles of the CTA. Executed by each of the two warpgroups.
 template <typename Shape, typename T>

@@ -4,6 +4,7 @@
 #include <cmath>
 #include <cstdint>
 
+#include "hopper_bwd/pipeline.cuh"
 #include "params/attention.cuh"
 #include "ptx.cuh"
 
@@ -60,5 +61,18 @@ class BackwardLogitsTransform {
 
   float factor_, cap_, distance_, slope_;
 };
+
+/// The logits transform of this lane's scores in a query block: the first score is that of the lane's first key and
+/// first query. `slope` is the shared address of the head's ALiBi slope.
+template <typename Shape>
+__device__ __forceinline__ BackwardLogitsTransform<Shape> logits_transform(const AttentionParams& forward,
+                                                                           const BackwardTile& tile, int32_t block,
+                                                                           uint32_t slope) {
+  if constexpr (!Shape::kHasAlibi) return {forward, 0, 0.0f};
+  const int32_t thread = xa::ptx::opaque(threadIdx.x) - 128, lane = thread % 32;
+  const int32_t key = tile.key_block * Shape::kKeys + thread / 32 * 16 + lane / 4;
+  const int32_t distance = block * Shape::kQueries + 2 * (lane % 4) + tile.shift - key;
+  return {forward, distance, ptx::load_shared_f32(slope)};
+}
 
 }  // namespace xa::hopper
