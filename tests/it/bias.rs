@@ -56,13 +56,6 @@ fn biases_over_several_blocks_agree_with_the_reference() {
 /// Biases of q's type over several tiles of Hopper's kernel, in rows of a multiple of 16 bytes and in others.
 #[test]
 fn biases_of_long_sequences_agree_with_the_reference() {
-    let forms = [
-        BiasForm::OWN,
-        BiasForm::SHARED,
-        BiasForm { per_head: true, ..BiasForm::SHARED },
-        BiasForm { short: true, ..BiasForm::OWN },
-        BiasForm { per_sequence: true, ..BiasForm::SHARED },
-    ];
     for seed in 0..20 {
         let dtypes = [Dtypes::same(BF16), Dtypes::same(F16), Dtypes::wide(BF16, BF16)][seed % 3];
         let keys = [400, 304, 401][seed / 4 % 3];
@@ -72,7 +65,7 @@ fn biases_of_long_sequences_agree_with_the_reference() {
             head_dim: [64, 128, 256, 40, 192][seed % 5],
             lengths: vec![(150, 150), (1, keys), (270, 290), (140, 12), (0, 9), (9, 200)],
             mask: [Mask::FULL, Mask::CAUSAL, Mask::window(90, 30), Mask::CAUSAL.top_left()][seed / 3 % 4],
-            bias: Some(forms[seed / 5 % 5]),
+            bias: Some(BiasForm::OF_QUERY_TYPE[seed / 5 % 5]),
             leftpad: seed % 4 == 1,
             sinks: seed % 3 == 1,
             seed: seed as u64,

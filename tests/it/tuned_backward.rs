@@ -126,13 +126,6 @@ fn split_query_heads_agree_with_the_reference() {
 /// Biases of every form that Hopper's kernels take, in rows of a multiple of 16 bytes and in others.
 #[test]
 fn biases_agree_with_the_reference() {
-    let forms = [
-        BiasForm::OWN,
-        BiasForm::SHARED,
-        BiasForm { per_head: true, ..BiasForm::SHARED },
-        BiasForm { short: true, ..BiasForm::OWN },
-        BiasForm { per_sequence: true, ..BiasForm::SHARED },
-    ];
     let masks = [Mask::FULL, Mask::CAUSAL, Mask::window(90, 30), Mask::CAUSAL.top_left()];
     let heads = [(2, 2), (4, 2), (8, 1), (3, 3)];
     for seed in 0..20 {
@@ -144,7 +137,7 @@ fn biases_agree_with_the_reference() {
             head_dim,
             lengths: vec![(150, 150), (1, keys), (70, 290), (140, 12), (0, 9), (9, 200)],
             mask: masks[seed / 3 % 4],
-            bias: Some(forms[seed / 5 % 5]),
+            bias: Some(BiasForm::OF_QUERY_TYPE[seed / 5 % 5]),
             leftpad: seed % 4 == 1,
             sinks: seed % 3 == 1,
             seed: seed as u64,

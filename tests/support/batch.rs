@@ -180,6 +180,14 @@ impl BiasForm {
     pub const SHARED: Self = Self { per_sequence: false, per_head: false, dtype: None, short: false };
     /// Each pair of a row and a key of each sequence and head has its own.
     pub const OWN: Self = Self { per_sequence: true, per_head: true, ..Self::SHARED };
+    /// What broadcasts in each way, and one that ends early, of the dtype of the queries.
+    pub const OF_QUERY_TYPE: [Self; 5] = [
+        Self::OWN,
+        Self::SHARED,
+        Self { per_head: true, ..Self::SHARED },
+        Self { short: true, ..Self::OWN },
+        Self { per_sequence: true, ..Self::SHARED },
+    ];
     /// Every value of each property, and what broadcasts in each way.
     pub const ALL: [Self; 5] = [
         Self::SHARED,

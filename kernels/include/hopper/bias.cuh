@@ -9,23 +9,17 @@
 #include "hopper/pipeline.cuh"
 #include "hopper/ptx.cuh"
 #include "hopper/shape.cuh"
+#include "logits_transform.cuh"
 #include "params/attention.cuh"
 #include "params/hopper_prefill.cuh"
 
 namespace xa::hopper {
 
 /// The logits transform of calls with a bias: `add_bias` makes logits in base 2 of scores.
-struct logits_bias {
-  __device__ __forceinline__ explicit logits_bias(const AttentionParams&) {}
+struct logits_bias : logits_none {
+  using logits_none::logits_none;
   static __device__ __forceinline__ float factor(const AttentionParams& params, int32_t) { return params.score_factor; }
   __device__ __forceinline__ float log2_unit() const { return 1.0f; }
-  struct Rows {};
-  template <typename... Find>
-  __device__ __forceinline__ Rows rows(const WorkTile&, int32_t, const Find&...) const {
-    return {};
-  }
-  template <typename T, int kKeyTiles>
-  __device__ __forceinline__ void apply(float (&)[kKeyTiles][4], const Rows&, int32_t) const {}
 };
 
 /// Bytes of a row of an atom column of a stage, which has 64 keys.

@@ -81,25 +81,25 @@ pub(super) fn launches<'p>(
     let (blocks, tiles) = blocks_and_tiles(bias);
     if main_kernel_stores_it {
         let variant = variants::find(CLEAR_KERNEL, &[])?;
-        return Ok([launch(CLEAR_KERNEL, variant, blocks, 0, parameter.clone())?, None]);
+        return Ok([launch(CLEAR_KERNEL, variant, blocks, [DBIAS_THREADS as u32, 0], parameter.clone())?, None]);
     }
     let variant = variants::find(KERNEL, &[variants::dtype_value(problem.forward.q.dtype)])?;
     let ctas = blocks.saturating_mul(tiles.div_ceil(tiles_per_cta(bias, device)));
-    Ok([None, launch(KERNEL, variant, ctas, DBIAS_SHARED_BYTES as u32, parameter.clone())?])
+    Ok([None, launch(KERNEL, variant, ctas, [DBIAS_THREADS, DBIAS_SHARED_BYTES].map(|x| x as u32), parameter.clone())?])
 }
 
-/// A launch of a kernel of this file; `None` without CTAs.
-fn launch<'p>(
+/// A launch of a kernel for the gradient of a bias, of a CTA per block of it; `None` without CTAs.
+pub(super) fn launch<'p>(
     kernel: &'static str,
     variant: usize,
     ctas: usize,
-    shared_memory: u32,
+    [threads, shared_memory]: [u32; 2],
     parameter: Parameter<'p>,
 ) -> Result<Option<Launch<'p>>> {
     if ctas > i32::MAX as usize {
         return Err(Error::unimplemented(format!("dbias takes {ctas} blocks; a grid has up to 2^31 - 1")));
     }
-    let config = LaunchConfig { grid: [ctas as u32, 1, 1], threads: DBIAS_THREADS as u32, shared_memory };
+    let config = LaunchConfig { grid: [ctas as u32, 1, 1], threads, shared_memory };
     Ok((ctas > 0).then(|| Launch::new(kernel, variant, config, parameter)))
 }
 

@@ -5,7 +5,6 @@ use super::deferred::defer_params;
 use super::tensor_maps::TensorMapConfig;
 use super::{Launch, Parameter, bias};
 use crate::cuda::device::Device;
-use crate::cuda::enqueue::LaunchConfig;
 use crate::cuda::params::attention_bwd::BackwardParams;
 use crate::cuda::params::bias::BiasSource;
 use crate::cuda::params::hopper_bwd::{HopperBackwardParams, HopperBiasBackwardParams, HopperDbiasParams};
@@ -15,14 +14,19 @@ use crate::cuda::variants;
 use crate::error::{Error, Result};
 use crate::problem::attention::Bias;
 use crate::problem::flash_attn_varlen_bwd::FlashAttnVarlenBwd;
-use crate::tensor::DType;
+use crate::tensor::{DType, Tensor};
+
+/// The gradient that `hopper_bwd` stores, if the call asks for one that it does.
+fn stored_dbias<'p>(problem: &FlashAttnVarlenBwd<'p>, bias: &Bias) -> Option<Tensor<'p>> {
+    problem.dbias.filter(|_| bias::main_kernel_stores_it(&problem.forward, bias))
+}
 
 /// Whether the kernels take the call's bias and gradient: of q's dtype, and in rows that TMA supports.
 pub(super) fn supports(problem: &FlashAttnVarlenBwd, bias: &Bias, queries: u32) -> bool {
     let dtype = problem.forward.q.dtype;
-    let stored = problem.dbias.filter(|_| bias::main_kernel_stores_it(&problem.forward, bias));
     let supports = |data| bias.supports_tma(dtype, data, i64::from(queries));
-    supports(bias.data.cast()) && stored.is_none_or(|dbias| dbias.dtype == dtype && supports(dbias.data))
+    supports(bias.data.cast())
+        && stored_dbias(problem, bias).is_none_or(|dbias| dbias.dtype == dtype && supports(dbias.data))
 }
 
 /// The parameter of `hopper_bwd_*_bias`.
@@ -35,7 +39,7 @@ pub(super) fn params(
     let dtype = problem.forward.q.dtype;
     let BiasSource { seq_matrices, head_matrices, .. } = BiasSource::new(bias, dtype.size())?;
     let encode = |data| bias.tensor_map(dtype, data, i64::from(queries));
-    let stored = problem.dbias.filter(|_| bias::main_kernel_stores_it(&problem.forward, bias));
+    let stored = stored_dbias(problem, bias);
     Ok(HopperBiasBackwardParams {
         common: *common,
         bias: encode(bias.data.cast())?,
@@ -69,12 +73,8 @@ pub(super) fn dbias_launch<'p>(
         .ok_or_else(|| Error::internal(format!("{DBIAS_KERNEL} is not built for head dimension {dim}")))?;
     let tiles = |len: usize| len.div_ceil(DBIAS_TILE as usize);
     let ctas = (bias.seqs * bias.heads).saturating_mul(tiles(bias.rows)).saturating_mul(tiles(bias.keys));
-    if ctas > i32::MAX as usize {
-        return Err(Error::unimplemented(format!("dbias takes {ctas} blocks; a grid has up to 2^31 - 1")));
-    }
     let dtype = problem.forward.q.dtype;
     let variant = variants::find(DBIAS_KERNEL, &[variants::dtype_value(dtype), tile.head_dim_value])?;
-    let config = LaunchConfig { grid: [ctas as u32, 1, 1], threads: tile.threads, shared_memory: tile.shared_bytes };
     let parameter = defer_params(move || {
         let [q, k, v, dout, ..] = TensorMapConfig::all(problem, [DBIAS_TILE; 3], ATOM_COLUMNS);
         let encode = |config: TensorMapConfig| config.encode(problem);
@@ -95,5 +95,5 @@ pub(super) fn dbias_launch<'p>(
             reserved: 0,
         })
     });
-    Ok((ctas > 0).then(|| Launch::new(DBIAS_KERNEL, variant, config, Parameter::HopperDbias(parameter))))
+    bias::launch(DBIAS_KERNEL, variant, ctas, [tile.threads, tile.shared_bytes], Parameter::HopperDbias(parameter))
 }
