@@ -7,7 +7,7 @@
 // Compiled once for each combination of
 //   XA_DTYPE     f16, bf16, f32: of q, K, V and out; fp8, fp8_shifted: fp8 K and V, converted to f16 (include/fp8.cuh)
 //   XA_HEAD_DIM  the bucket: serves head dimensions up to it, which are padded with zeros in shared memory
-//   XA_SHAPE     prefill, decode, decode_8warps (include/tile_shape.cuh)
+//   XA_SHAPE     prefill, decode, decode_8rows, decode_8warps (include/tile_shape.cuh)
 //   XA_LOGITS    none, softcap_alibi (include/logits_transform.cuh)
 // Launch: Shape::kThreads threads. Prefill: a grid of Hkv * n, n at least the number of tiles per KV head; decode: Hkv
 // by any number of work ranges. Shape::kSharedBytes of dynamic shared memory, plus Shape::kFixedSplitsBytes in decode

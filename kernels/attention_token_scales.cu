@@ -4,7 +4,7 @@
 // Compiled once for each combination of
 //   XA_DTYPE     i8, fp8, fp8_shifted: of K and V, converted to f16 (include/fp8.cuh)
 //   XA_HEAD_DIM  the bucket: serves head dimensions up to it, which are padded with zeros in shared memory
-//   XA_SHAPE     prefill, prefill_scales, decode (include/tile_shape.cuh)
+//   XA_SHAPE     prefill, prefill_scales, decode, decode_8rows (include/tile_shape.cuh)
 // Launch: as attention.cu, with the memory of the scales besides: Shape::kScaleBytes per stage and ring.
 
 #include "column_warps.cuh"
@@ -57,7 +57,7 @@ extern "C" __global__ void __launch_bounds__(Shape::kThreads, Shape::kCtasPerSm)
   auto& work = *reinterpret_cast<xa::WorkTile*>(shared + Shape::kWorkTileOffset);
   if constexpr (Shape::kSplitsKeys) {
     using Scales = xa::TokenScales<Shape>;
-    using State = xa::TokenScaleState<1, Shape::kWarpColumns / 8>;
+    using State = xa::TokenScaleState<1, Shape::kWarpColumns / 8, Shape::kTileRows>;
     const xa::WorkRangeIndex index = {static_cast<int32_t>(blockIdx.y), static_cast<int32_t>(gridDim.y)};
     const uint32_t rings = xa::ptx::shared_address(shared) + Shape::kRingsOffset;
     xa::decode_work_range<Shape, Compute, Stored, xa::logits_softcap_alibi, true>(

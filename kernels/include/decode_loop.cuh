@@ -2,6 +2,7 @@
 // of keys. Each warp has its own ring of blocks in shared memory, so the loop has no barrier of the CTA.
 #pragma once
 
+#include <cmath>
 #include <cstdint>
 
 #include "column_warps.cuh"
@@ -32,11 +33,14 @@ struct NoTokenScales {};
 /// Streams the warp's keys of a work tile through its ring of kStages stages. A stage is a block of K followed by the
 /// block of V, copied as one cp.async group, with their `Scales` if rows have some.
 template <typename Shape, typename T, typename Stored, typename Scales = NoTokenScales,
-          typename State_ = SoftmaxState<1, Shape::kWarpColumns / 8>>
+          typename State_ = SoftmaxState<1, Shape::kWarpColumns / 8, Shape::kTileRows>>
 class DecodeLoop {
-  using Math = TileMath<T, Stored, typename Shape::Rows, 1, Shape::kKeys, Shape::kWarpColumns>;
+  using Math = TileMath<T, Stored, typename Shape::Rows, 1, Shape::kKeys, Shape::kWarpColumns, Shape::kTileRows>;
   static constexpr int kStages = Shape::kStages, kStep = Shape::kKeys * Shape::kKeyWarps;
-  using Query = QueryFragments<1, Shape::kHeadDim, sizeof(T), Shape::kHoldsQuery, Shape::kWarpColumns>;
+  /// Loads whose addresses are computed together.
+  static constexpr int kLoads = Shape::kHoldsAddresses ? Shape::kKeys / kTokensPerLoad : 1;
+  using Query =
+      QueryFragments<1, Shape::kHeadDim, sizeof(T), Shape::kHoldsQuery, Shape::kWarpColumns, Shape::kTileRows>;
 
  public:
   using State = State_;
@@ -137,10 +141,14 @@ class DecodeLoop {
     if constexpr (kHasTokenScales<Stored>) scales_.apply_to_scores(scores, stage);
     transform.template apply<T>(scores[0], transform.rows(work_, 0), key);
     const bool masked = key < work_.keys.common_begin || key + Shape::kKeys > work_.keys.common_end;
-    if (masked) apply_mask(scores[0], params_, work_.tile, 0, key);
+    uint32_t visible = 0;
+    if (masked) {
+      apply_mask(scores[0], params_, work_.tile, 0, key);
+      if constexpr (kHasTokenScales<Stored>) visible = other_than<2 * State::kHalves>(-INFINITY, scores[0]);
+    }
     state.update(0, scores[0], transform.log2_unit(), work_.tile.num_rows > 8);
     if constexpr (kHasTokenScales<Stored>) {
-      state.apply(0, scores[0], scales_.values(stage), masked, work_.tile.num_rows > 8);
+      state.apply(0, scores[0], scales_.values(stage), masked, visible, work_.tile.num_rows > 8);
     }
     Math::accumulate(state.output, scores, keys(stage) + Shape::kBlockBytes, params_);
     // All lanes must have read the blocks before they are overwritten.
@@ -175,14 +183,42 @@ class DecodeLoop {
     // Not unrolled for 8-bit rows, whose loader has many instructions: more of the loop over keys fit the instruction
     // cache. Where rows have scales such a loop spills.
 #pragma unroll(sizeof(Stored) == 1 && !kHasTokenScales<Stored> ? 1 : Shape::kKeys)
-    for (int first = 0; first < Shape::kKeys; first += kTokensPerLoad) {
-      const TokenSlot slot = slots_.next();
+    for (int first = 0; first < Shape::kKeys; first += kLoads * kTokensPerLoad) {
+      TokenSlot slots[kLoads];
+#pragma unroll
+      for (TokenSlot& slot : slots) slot = slots_.next();
       // In the last block, the loader fills keys past the end with zeros.
-      if (key >= work_.keys.end) continue;
-      loader_.load(keys(stage) + first * Shape::Rows::kPitch, key + first, slot, slots_.fits_pages());
-      if constexpr (kHasTokenScales<Stored>) scales_.load(stage, first, key + first, slot, slots_.fits_pages());
+      if (key < work_.keys.end) load(stage, first, key + first, slots);
     }
     ptx::cp_async_commit();
+  }
+  /// Starts loads from key `key` on, whose tokens lie at `slots`, to rows from `first_row` on of a stage.
+  __device__ __forceinline__ void load(int32_t stage, int32_t first_row, int32_t key,
+                                       const TokenSlot (&slots)[kLoads]) {
+    const uint32_t destination = keys(stage) + first_row * Shape::Rows::kPitch;
+    constexpr int kLoadBytes = kTokensPerLoad * Shape::Rows::kPitch;
+    if constexpr (sizeof(Stored) > 1) {
+      loader_.load(destination, key, slots[0], slots_.fits_pages());
+    } else if (loader_.template is_usual<kLoads * kTokensPerLoad>(key, slots_.fits_pages())) {
+#pragma unroll
+      for (int load = 0; load < kLoads; ++load) {
+        loader_.load_usual(destination + load * kLoadBytes, slots[load]);
+        if constexpr (kHasTokenScales<Stored>) {
+          scales_.load_usual(stage, first_row + load * kTokensPerLoad, slots[load]);
+        }
+      }
+    } else {
+      // Not unrolled, so that more of the loop over keys fits the instruction cache.
+#pragma unroll 1
+      for (int load = 0; load < kLoads; ++load) {
+        const TokenSlot slot = load == 0 ? slots[0] : slots[kLoads - 1];
+        const int32_t row = load * kTokensPerLoad;
+        loader_.load_other(destination + load * kLoadBytes, key + row, slot, slots_.fits_pages());
+        if constexpr (kHasTokenScales<Stored>) {
+          scales_.load_other(stage, first_row + row, key + row, slot, slots_.fits_pages());
+        }
+      }
+    }
   }
 
   const AttentionParams& params_;
@@ -190,7 +226,7 @@ class DecodeLoop {
   uint32_t ring_;
   int32_t first_key_;
   PageTableReader<Shape::kKeys, kStep, (Shape::kRowBytes < 1024), kHasTokenScales<Stored>> slots_;
-  DecodeLoader<Stored, Shape::kWarpColumns, Shape::kBlockBytes> loader_;
+  DecodeLoader<Stored, Shape::kWarpColumns, Shape::kBlockBytes, Shape::kHoldsAddresses> loader_;
   Scales scales_;
 };
 

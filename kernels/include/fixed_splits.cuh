@@ -48,12 +48,13 @@ class FixedSplits {
     // Opaque: addresses are computed here, because in registers throughout the loop over keys they spill.
     const int32_t thread = ptx::opaque(threadIdx.x), warp = thread / 32, lane = thread % 32, g = lane / 4, t = lane % 4;
 #pragma unroll
-    for (int half = 0; half < 2; ++half) {
-      const int32_t row = 8 * half + g;
-      if (t == 0 && warp % Shape::kColumnWarps == 0)
-        warp_states_[warp / Shape::kColumnWarps * kRows + row] = make_float2(state.max[0][half], state.sum[0][half]);
+    for (int half = 0; half < State::kHalves; ++half) {
+      if (t == 0 && warp % Shape::kColumnWarps == 0) {
+        const int32_t state_row = warp / Shape::kColumnWarps * kRows + 8 * half + g;
+        warp_states_[state_row] = make_float2(state.max[0][half], state.sum[0][half]);
+      }
       if (area == kNoArea || 8 * half >= num_rows) continue;
-      for_columns<Shape::kIsFp8>(state.output[0], half, [&](int32_t column, const auto& columns) {
+      for_row_columns<Shape::kIsFp8>(state, half, lane, [&](int32_t row, int32_t column, const auto& columns) {
         store_columns(reinterpret_cast<float*>(vector(area, row, column)) + column % 4, columns);
       });
     }
@@ -89,7 +90,8 @@ class FixedSplits {
   /// The four columns from `column` / 4 * 4 on of a warp's output, at `area`. They are swizzled, so that the lanes of a
   /// store, which have several rows, and those of a load, which have one, use different banks.
   __device__ __forceinline__ float4* vector(int32_t area, int32_t row, int32_t column) const {
-    const int32_t swizzled = (column / 4) ^ (row * (Shape::kIsFp8 ? 4 : 2) % 8);
+    const int32_t permutation = Shape::kTileRows == 8 ? row / 2 * 4 : row * (Shape::kIsFp8 ? 4 : 2) % 8;
+    const int32_t swizzled = (column / 4) ^ permutation;
     return reinterpret_cast<float4*>(shared_ + area + row * kAreaRowBytes) + swizzled;
   }
   __device__ __forceinline__ float4* merged_row(int32_t row, int32_t column) const {

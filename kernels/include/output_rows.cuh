@@ -98,6 +98,23 @@ __device__ __forceinline__ void for_columns(const float (&output)[kColumnTiles][
   }
 }
 
+/// Calls `store(row, column, values)` for all columns that this lane, `lane`, has of a half of a state's row tile.
+template <bool kIsFp8, typename State, typename Store>
+__device__ __forceinline__ void for_row_columns(const State& state, int half, int32_t lane, const Store& store) {
+  const int32_t g = lane / 4, t = lane % 4;
+  if constexpr (State::kTileRows == 8) {
+    int32_t column = 2 * g;
+    for (const float (&o)[4] : state.output[0]) {
+      store(2 * t, column, make_float2(o[0], o[2]));
+      store(2 * t + 1, column, make_float2(o[1], o[3]));
+      column += 16;
+    }
+  } else {
+    for_columns<kIsFp8>(state.output[0], half,
+                        [&](int32_t column, const auto& columns) { store(8 * half + g, column, columns); });
+  }
+}
+
 /// Writes the kWarpColumns columns from `first_column` on that a warp has of its rows, from row `first_row` of the tile
 /// on. They are staged in shared memory, in the warp's rows at `staging`, kQueryPitch apart, so that global stores are
 /// 16 bytes and coalesce. f32 rows of 16-bit queries do not fit there and are stored directly.

@@ -10,39 +10,61 @@
 
 #include "params/attention.cuh"
 #include "ptx.cuh"
+#include "warp_products.cuh"
 #include "work_tile.cuh"
 
 namespace xa {
 
-/// The state of kRowTiles x 16 rows. Of each 16-row tile lane 4g + t holds rows g and g + 8.
-template <int kRowTiles, int kColumnTiles>
+/// The state of kRowTiles x kTileRows rows. Of each row tile lane 4g + t holds rows g and g + 8. Row tiles of 8 rows
+/// have no row g + 8, and their output is transposed: of each 16 columns the lane holds columns 2g and 2g + 1 of rows
+/// 2t and 2t + 1 (tile_math.cuh).
+template <int kRowTiles, int kColumnTiles, int kTileRows_ = 16>
 struct SoftmaxState {
-  float max[kRowTiles][2];
-  float sum[kRowTiles][2];  // of this lane's columns; `finish` adds up the lanes
-  float output[kRowTiles][kColumnTiles][4];
+  static constexpr int kTileRows = kTileRows_, kHalves = kTileRows / 8;
+  float max[kRowTiles][kHalves];
+  float sum[kRowTiles][kHalves];  // of this lane's columns; `finish` adds up the lanes
+  float output[kRowTiles][kColumnTiles * kHalves / 2][4];
 
   __device__ __forceinline__ SoftmaxState() {
 #pragma unroll
     for (int tile = 0; tile < kRowTiles; ++tile) {
-      max[tile][0] = max[tile][1] = -INFINITY;
-      sum[tile][0] = sum[tile][1] = 0.0f;
 #pragma unroll
-      for (int column = 0; column < kColumnTiles; ++column) {
-#pragma unroll
-        for (int i = 0; i < 4; ++i) output[tile][column][i] = 0.0f;
+      for (int half = 0; half < kHalves; ++half) {
+        max[tile][half] = -INFINITY;
+        sum[tile][half] = 0.0f;
       }
+    }
+    xa::clear(output);
+  }
+
+  /// Multiplies the output of the rows of each half by its factor.
+  __device__ __forceinline__ void scale_output(int tile, const float (&factors)[kHalves]) {
+    float factor[4];
+    if constexpr (kTileRows == 8) {
+      const int32_t row = threadIdx.x % 4 * 2;
+      factor[0] = factor[2] = __shfl_sync(~0u, factors[0], 4 * row);
+      factor[1] = factor[3] = __shfl_sync(~0u, factors[0], 4 * row + 4);
+    } else {
+      factor[0] = factor[1] = factors[0];
+      factor[2] = factor[3] = factors[1];
+    }
+#pragma unroll
+    for (auto& columns : output[tile]) {
+#pragma unroll
+      for (int i = 0; i < 4; ++i) columns[i] *= factor[i];
     }
   }
 
-  /// Updates the state of one 16-row tile with the scores of a block of keys, and turns these into P, the probabilities
+  /// Updates the state of one row tile with the scores of a block of keys, and turns these into P, the probabilities
   /// that are not yet normalised. Without `both_halves`, which is uniform across the warp, rows 8 to 15 are past the
   /// tile's last row and left out.
   template <int kKeyTiles>
   __device__ __forceinline__ void update(int tile, float (&scores)[kKeyTiles][4], float log2_unit,
                                          bool both_halves = true) {
-    float rescale[2] = {1.0f, 1.0f}, shift[2] = {};
+    float rescale[kHalves], shift[kHalves] = {};
+    rescale[0] = rescale[kHalves - 1] = 1.0f;
 #pragma unroll
-    for (int half = 0; half < 2; ++half) {
+    for (int half = 0; half < kHalves; ++half) {
       if (half == 1 && !both_halves) break;
       float block_max = scores[0][2 * half];
 #pragma unroll
@@ -57,20 +79,17 @@ struct SoftmaxState {
       max[tile][half] = row_max;
     }
     // Skipped if no maximum rose and no score is shifted: the factors are then exactly 1 and the shifts 0.
-    if (__any_sync(~0u, rescale[0] != 1.0f || rescale[1] != 1.0f || shift[0] != 0.0f || shift[1] != 0.0f)) {
-#pragma unroll
-      for (int column = 0; column < kColumnTiles; ++column) {
-#pragma unroll
-        for (int i = 0; i < 4; ++i) output[tile][column][i] *= rescale[i / 2];
-      }
+    if (__any_sync(~0u, rescale[0] != 1.0f || rescale[kHalves - 1] != 1.0f || shift[0] != 0.0f ||
+                            shift[kHalves - 1] != 0.0f)) {
+      scale_output(tile, rescale);
 #pragma unroll
       for (int block = 0; block < kKeyTiles; ++block) {
 #pragma unroll
-        for (int i = 0; i < 4; ++i) scores[block][i] -= shift[i / 2];
+        for (int i = 0; i < 2 * kHalves; ++i) scores[block][i] -= shift[i / 2];
       }
     }
 #pragma unroll
-    for (int half = 0; half < 2; ++half) {
+    for (int half = 0; half < kHalves; ++half) {
       if (half == 1 && !both_halves) break;
       const float row_max = max[tile][half];
       const float base = row_max == -INFINITY || is_large(row_max, log2_unit) ? 0.0f : row_max * log2_unit;
@@ -92,7 +111,7 @@ struct SoftmaxState {
 #pragma unroll
     for (int tile = 0; tile < kRowTiles; ++tile) {
 #pragma unroll
-      for (int half = 0; half < 2; ++half) {
+      for (int half = 0; half < kHalves; ++half) {
         sum[tile][half] += __shfl_xor_sync(~0u, sum[tile][half], 1);
         sum[tile][half] += __shfl_xor_sync(~0u, sum[tile][half], 2);
       }
@@ -133,6 +152,20 @@ __device__ __forceinline__ RowResult finish_row(float max, float sum, float log2
   const float weight = ptx::exp2_approx(row_max - largest);
   const float total = __fmaf_rn(sum, weight, ptx::exp2_approx(sink_log2 - largest));
   return RowResult{v_scale * weight / total, __fmaf_rn(largest, kLn2, logf(total))};
+}
+
+/// Which of the first kCount numbers of each block of a row tile's accumulators are other than `x`: bit 4 b + i is
+/// number i of block b.
+template <int kCount, int kBlocks>
+__device__ __forceinline__ uint32_t other_than(float x, const float (&numbers)[kBlocks][4]) {
+  static_assert(kBlocks <= 8);
+  uint32_t bits = 0;
+#pragma unroll
+  for (int block = 0; block < kBlocks; ++block) {
+#pragma unroll
+    for (int i = 0; i < kCount; ++i) bits |= static_cast<uint32_t>(numbers[block][i] != x) << (4 * block + i);
+  }
+  return bits;
 }
 
 /// Sets scores of masked keys to -inf: of a 16-row tile that starts at row `first_row` of `tile`, and of the block of

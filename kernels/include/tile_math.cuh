@@ -10,6 +10,10 @@
 //
 // In the product with V, of each two adjacent accumulators of 8 columns the first holds the even and the second the odd
 // ones of 16 columns of O.
+//
+// Row tiles of 8 rows are for 8-bit V. Q K^T leaves row g of P in lanes 4g to 4g + 3, which is where operand B of
+// O^T = V^T P^T has column g. So half as many instructions accumulate O, in half of the registers. Operand A of Q K^T
+// has these rows twice.
 #pragma once
 
 #include <cstdint>
@@ -23,8 +27,8 @@
 namespace xa {
 
 /// Fragments of kColumns columns of a warp's rows of Q: kept in registers (kInRegisters), or read from shared memory
-/// for each block of keys.
-template <int kRowTiles, int kHeadDim, int kBytes, bool kInRegisters, int kColumns = kHeadDim>
+/// for each block of keys. Row tiles of 8 rows fill fragments by having each row twice.
+template <int kRowTiles, int kHeadDim, int kBytes, bool kInRegisters, int kColumns = kHeadDim, int kTileRows = 16>
 class QueryFragments {
   static constexpr int kPitch = kHeadDim * kBytes + 16;
   static constexpr int kSteps = kColumns * kBytes / 32;
@@ -34,7 +38,7 @@ class QueryFragments {
  public:
   /// `rows` is the shared address of the warp's first row, at its first column.
   __device__ __forceinline__ explicit QueryFragments(uint32_t rows, uint32_t lane = threadIdx.x % 32) {
-    address_ = rows + lane % 16 * kPitch + lane / 16 * 16;
+    address_ = rows + lane % kTileRows * kPitch + lane / 16 * 16;
   }
 
   /// Reads the fragments to keep. Call it when the rows are in shared memory.
@@ -60,17 +64,18 @@ class QueryFragments {
   }
 };
 
-/// The products for kRowTiles x 16 rows of Q of type T, kKeys keys of type Stored and kHeadDim columns. K and V lie in
-/// shared memory in the layout `Rows` (shared_rows.cuh).
-template <typename T, typename Stored, typename Rows, int kRowTiles, int kKeys, int kHeadDim>
+/// The products for kRowTiles x kTileRows rows of Q of type T, kKeys keys of type Stored and kHeadDim columns. K and V
+/// lie in shared memory in the layout `Rows` (shared_rows.cuh).
+template <typename T, typename Stored, typename Rows, int kRowTiles, int kKeys, int kHeadDim, int kTileRows = 16>
 struct TileMath {
   static constexpr bool kIsFp8 = sizeof(Stored) == 1;
   static constexpr int kSteps = kHeadDim * static_cast<int>(sizeof(T)) / 32;  // k-blocks of 16 halves or 8 floats
   static constexpr int kKeyTiles = kKeys / 8;
   static constexpr int kColumnTiles = kHeadDim / 8;
   using Scores = float[kRowTiles][kKeyTiles][4];
-  using Output = float[kRowTiles][kColumnTiles][4];
+  using Output = float[kRowTiles][kColumnTiles * kTileRows / 16][4];
   static_assert(kKeys % (kIsFp8 && kKeys > 16 ? 32 : 16) == 0 && kHeadDim % 32 == 0);
+  static_assert(kTileRows == 16 || (kTileRows == 8 && kRowTiles == 1 && kIsFp8));
 
   /// scores = Q K^T, with K's first row at shared address `keys`.
   template <typename Query>
@@ -148,10 +153,15 @@ struct TileMath {
           const TwoPairs first = decode_even_and_odd<Stored, kIsE5m2>(v[2 * half]);
           const TwoPairs last = decode_even_and_odd<Stored, kIsE5m2>(v[2 * half + 1]);
           const int column = 4 * group + 2 * half;
+          if constexpr (kTileRows == 8) {
+            const uint32_t columns[4] = {first.first, first.second, last.first, last.second};
+            Element<T>::mma(output[0][column / 2], columns, probabilities[0][0], probabilities[0][2]);
+          } else {
 #pragma unroll
-          for (int tile = 0; tile < kRowTiles; ++tile) {
-            Element<T>::mma(output[tile][column], probabilities[tile], first.first, last.first);
-            Element<T>::mma(output[tile][column + 1], probabilities[tile], first.second, last.second);
+            for (int tile = 0; tile < kRowTiles; ++tile) {
+              Element<T>::mma(output[tile][column], probabilities[tile], first.first, last.first);
+              Element<T>::mma(output[tile][column + 1], probabilities[tile], first.second, last.second);
+            }
           }
         }
       }

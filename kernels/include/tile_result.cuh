@@ -56,12 +56,12 @@ class WarpStates {
     const int32_t warp = thread / 32 / Shape::kColumnWarps, lane = thread % 32, g = lane / 4, t = lane % 4;
     const int32_t first_column = first_warp_column<Shape>();
 #pragma unroll
-    for (int half = 0; half < 2; ++half) {
-      const int32_t index = warp * kRows + 8 * half + g;
-      for_columns<Shape::kIsFp8>(state.output[0], half, [&](int32_t column, const auto& columns) {
-        store_columns(outputs_ + index * kPitch + first_column + column, columns);
+    for (int half = 0; half < State::kHalves; ++half) {
+      for_row_columns<Shape::kIsFp8>(state, half, lane, [&](int32_t row, int32_t column, const auto& columns) {
+        store_columns(outputs_ + (warp * kRows + row) * kPitch + first_column + column, columns);
       });
-      if (t == 0 && first_column == 0) states_[index] = make_float2(state.max[0][half], state.sum[0][half]);
+      if (t != 0 || first_column != 0) continue;
+      states_[warp * kRows + 8 * half + g] = make_float2(state.max[0][half], state.sum[0][half]);
     }
   }
 

@@ -6,6 +6,7 @@
 // decode:        the warps share 16 rows; warp w has every kKeyWarps-th block of keys. Their states are merged.
 // Past 256 columns, the accumulators of a row do not fit one warp: several warps have the same rows and keys but
 // different columns (column_warps.cuh).
+// decode_8rows:  decode of 8-bit K and V whose warps share 8 rows.
 // decode_8warps: decode with 8 warps, for GPUs that give a CTA 163 KB of shared memory.
 // fused:         decode in the CTAs of Hopper's prefill (hopper/fused.cuh).
 //
@@ -37,7 +38,9 @@ struct TileShape : tiles::Attention<Shape, sizeof(Stored), kHeadDim_> {
   /// Columns of Q, K, V and O of a warp.
   static constexpr int kWarpColumns = kHeadDim / Config::kColumnWarps;
   static constexpr int kThreads = 32 * kWarps;
-  static constexpr int kRows = 16 * Config::kRowTiles * Config::kRowWarps;
+  /// Row tiles per warp, and rows of each.
+  static constexpr int kTileRows = Config::kWarpRows < 16 ? 8 : 16, kRowTiles = Config::kWarpRows / kTileRows;
+  static constexpr int kRows = Config::kWarpRows * Config::kRowWarps;
   /// Whether the keys of a tile are divided, between warps or between CTAs: all shapes but those of prefill.
   static constexpr bool kSplitsKeys =
       !std::is_same_v<Shape, tiles::shape_prefill> && !std::is_same_v<Shape, tiles::shape_prefill_scales>;
@@ -52,6 +55,8 @@ struct TileShape : tiles::Attention<Shape, sizeof(Stored), kHeadDim_> {
   static constexpr int kQueryPitch = kQueryRowBytes + 16;
   /// Decode: whether a warp keeps the query rows in registers.
   static constexpr bool kHoldsQuery = kWarpColumns * sizeof(T) <= 256;
+  /// Decode of 8-bit K and V: whether a lane keeps the addresses of its rows in registers.
+  static constexpr bool kHoldsAddresses = kTileRows == 8;
   /// Bytes of a row in a ring. A ring of decode has its warp's columns only.
   static constexpr int kRowBytes = (kSplitsKeys ? kWarpColumns : kHeadDim) * static_cast<int>(sizeof(Stored));
   static constexpr bool kLoadsByTma = std::is_same_v<Shape, tiles::shape_fused>;
@@ -76,8 +81,10 @@ struct TileShape : tiles::Attention<Shape, sizeof(Stored), kHeadDim_> {
   static constexpr int kWorkRangeOffset = kWorkTileOffset + static_cast<int>(sizeof(WorkTile));
   /// Factors of the query rows (query_rows.cuh).
   static constexpr int kFactorsOffset = kWorkRangeOffset + (kSplitsKeys ? static_cast<int>(sizeof(WorkRange)) : 0);
+  /// A lane reads those of rows lane / 4 and lane / 4 + 8.
+  static constexpr int kFactorBytes = kIsFp8 ? 4 * (kRows < 16 ? 16 : kRows) : 0;
   /// One mbarrier for each stage of each ring.
-  static constexpr int kBarriersOffset = kFactorsOffset + (kIsFp8 ? 4 * kRows : 0);
+  static constexpr int kBarriersOffset = kFactorsOffset + kFactorBytes;
 
   /// FixedSplits (fixed_splits.cuh): only launches with batch_invariant have this memory. The first merged rows take
   /// the place of the query rows if these are in registers.
@@ -85,7 +92,7 @@ struct TileShape : tiles::Attention<Shape, sizeof(Stored), kHeadDim_> {
   /// Whether a warp's ring goes on loading from one fixed-size split to the next: a stage has room for the warp's
   /// output, and registers suffice. Elsewhere each fixed-size split starts anew.
   static constexpr bool kLoadsAcrossSplits =
-      2 * kBlockBytes >= 16 * kWarpColumns * 4 && kWarpColumns * sizeof(T) <= 512;
+      2 * kBlockBytes >= kTileRows * kWarpColumns * 4 && kWarpColumns * sizeof(T) <= 512;
   static constexpr int kMergedRowsInQuery = kHoldsQuery ? kRows / 2 : 0;
   static constexpr int kFixedSplitsBytes =
       kSplitsKeys ? (kRows - kMergedRowsInQuery) * kHeadDim * 4 + (2 + Config::kKeyWarps) * kRows * 8 + 32 : 0;

@@ -18,6 +18,7 @@
 #include "ptx.cuh"
 #include "softmax.cuh"
 #include "token_scales_ptx.cuh"
+#include "whole_rows.cuh"
 #include "work_tile.cuh"
 
 namespace xa {
@@ -30,7 +31,9 @@ class TokenScales {
  public:
   /// `ring` is the shared address of the ring.
   __device__ __forceinline__ TokenScales(const TokenScaleParams& params, const WorkTile& work, uint32_t ring)
-      : params_(params), work_(work), ring_(ring) {}
+      : params_(params), work_(work), ring_(ring) {
+    if constexpr (Shape::kHoldsAddresses) held_ = first_scale(threadIdx.x % 32);
+  }
 
   /// The shared address of the scales of a stage: K's, and kKeys numbers later V's.
   __device__ __forceinline__ uint32_t keys(int32_t stage) const {
@@ -38,10 +41,21 @@ class TokenScales {
   }
   __device__ __forceinline__ uint32_t values(int32_t stage) const { return keys(stage) + 4 * kKeys; }
 
-  /// Decode: starts to copy the scales of K and V of one load, whose tokens lie at `slot`, from key `first` of the
-  /// sequence on and key `offset` of the stage's block on. Half of the lanes have one of K, the others one of V.
-  __device__ __forceinline__ void load(int32_t stage, int32_t offset, int32_t first, const TokenSlot& slot,
-                                       bool fits_pages) const {
+  /// Decode: starts to copy the scales of K and V of a load of a usual block (whole_rows.cuh), whose tokens lie at
+  /// `slot`, from key `offset` of the stage's block on. Half of the lanes have one of K, the others one of V.
+  __device__ __forceinline__ void load_usual(int32_t stage, int32_t offset, const TokenSlot& slot) const {
+    const int32_t lane = Shape::kHoldsAddresses ? threadIdx.x % 32 : ptx::opaque(threadIdx.x % 32);
+    const float* const from = Shape::kHoldsAddresses ? held_ : first_scale(lane);
+    const uint32_t page = clamp(slot.page, 0, params_.attention.num_pages - 1), token = slot.offset;
+    const uint32_t to = keys(stage) + 4 * (lane % kTokensPerLoad + lane / kTokensPerLoad * kKeys + offset);
+    ptx::cp_async_4(to,
+                    from + static_cast<uint64_t>(page) * low_half(params_.k_scales.page_stride) +
+                        static_cast<uint64_t>(token) * low_half(params_.k_scales.token_stride),
+                    true);
+  }
+  /// The same for a load of any block, from key `first` of the sequence on.
+  __device__ __forceinline__ void load_other(int32_t stage, int32_t offset, int32_t first, const TokenSlot& slot,
+                                             bool fits_pages) const {
     static_assert(2 * kTokensPerLoad == 32);
     const int32_t lane = ptx::opaque(threadIdx.x % 32), token = lane % kTokensPerLoad;
     const bool is_value = lane >= kTokensPerLoad;
@@ -75,6 +89,12 @@ class TokenScales {
   }
 
  private:
+  /// Of a lane of `load_usual`, in page 0.
+  __device__ __forceinline__ const float* first_scale(int32_t lane) const {
+    const KvSource& source = lane < kTokensPerLoad ? params_.k_scales : params_.v_scales;
+    return static_cast<const float*>(source.base) + work_.kv_head * params_.k_scales.head_stride +
+           lane % kTokensPerLoad * params_.k_scales.token_stride;
+  }
   __device__ __forceinline__ void load_part(const KvSource& scales, uint32_t destination, int32_t first,
                                             const TokenSlot& slot) const {
     const int32_t lane = threadIdx.x % 32;
@@ -95,12 +115,14 @@ class TokenScales {
   const TokenScaleParams& params_;
   const WorkTile& work_;
   uint32_t ring_;
+  const float* held_;  // kHoldsAddresses: first_scale(lane)
 };
 
 /// A SoftmaxState whose probabilities and outputs are multiplied by 2^exponent.
-template <int kRowTiles, int kColumnTiles>
-struct TokenScaleState : SoftmaxState<kRowTiles, kColumnTiles> {
-  using Base = SoftmaxState<kRowTiles, kColumnTiles>;
+template <int kRowTiles, int kColumnTiles, int kTileRows = 16>
+struct TokenScaleState : SoftmaxState<kRowTiles, kColumnTiles, kTileRows> {
+  using Base = SoftmaxState<kRowTiles, kColumnTiles, kTileRows>;
+  static constexpr int kHalves = Base::kHalves;
   /// Of rows g and g + 8 of each tile, in 16 bits each.
   uint32_t exponents[kRowTiles];
 
@@ -111,12 +133,12 @@ struct TokenScaleState : SoftmaxState<kRowTiles, kColumnTiles> {
 
   /// Multiplies the probabilities of a row tile, which `update` has computed, by the scales of V at shared address
   /// `values`, and by the power of two. In a block without masked keys (`masked`) all rows have the same largest scale.
-  /// A masked key has the probability 0; whatever its scale is has no effect.
+  /// In the others `visible` has the bits of `other_than`; whatever the scale of a masked key is has no effect.
   template <int kKeyTiles>
   __device__ __forceinline__ void apply(int tile, float (&p)[kKeyTiles][4], uint32_t values, bool masked,
-                                        bool both_halves = true) {
+                                        uint32_t visible, bool both_halves = true) {
     const uint32_t lane = threadIdx.x % 32, address = values + lane % 4 * 8;
-    int32_t next[2];
+    int32_t next[kHalves];
     if (!masked) {
       constexpr int kKeys = 8 * kKeyTiles;
       uint32_t largest = 0;
@@ -124,50 +146,55 @@ struct TokenScaleState : SoftmaxState<kRowTiles, kColumnTiles> {
       for (int key = 0; key < kKeys; key += 32) {
         largest = max(largest, exponent_of(ptx::load_shared_f32(values + (key + lane % min(kKeys, 32)) * 4)));
       }
-      next[0] = next[1] = exponent_for(__reduce_max_sync(~0u, static_cast<int32_t>(largest)));
+      next[0] = next[kHalves - 1] = exponent_for(__reduce_max_sync(~0u, static_cast<int32_t>(largest)));
     } else {
-      uint32_t largest[2] = {0, 0};
+      uint32_t largest[kHalves] = {};
 #pragma unroll
       for (int block = 0; block < kKeyTiles; ++block) {
         const float2 scale = ptx::load_shared_f32x2(address + 32 * block);
 #pragma unroll
-        for (int i = 0; i < 4; ++i) {
-          const uint32_t own = p[block][i] == 0.0f ? 0 : exponent_of(i % 2 == 0 ? scale.x : scale.y);
+        for (int i = 0; i < 2 * kHalves; ++i) {
+          const bool is_visible = (visible >> (4 * block + i) & 1) != 0;
+          const uint32_t own = is_visible ? exponent_of(i % 2 == 0 ? scale.x : scale.y) : 0;
           largest[i / 2] = max(largest[i / 2], own);
         }
       }
 #pragma unroll
-      for (int half = 0; half < 2; ++half) {
+      for (int half = 0; half < kHalves; ++half) {
         largest[half] = max(largest[half], __shfl_xor_sync(~0u, largest[half], 1));
         next[half] = exponent_for(max(largest[half], __shfl_xor_sync(~0u, largest[half], 2)));
       }
     }
 #pragma unroll
-    for (int half = 0; half < 2; ++half) next[half] = min(next[half], exponent(tile, half));
-    if (__any_sync(~0u, packed(next[0], next[1]) != exponents[tile])) {
+    for (int half = 0; half < kHalves; ++half) next[half] = min(next[half], exponent(tile, half));
+    if (__any_sync(~0u, packed(next[0], next[kHalves - 1]) != exponents[tile])) {
+      float factors[kHalves];
 #pragma unroll
-      for (int half = 0; half < 2; ++half) {
+      for (int half = 0; half < kHalves; ++half) {
         const int32_t change = next[half] - exponent(tile, half);
-        const float factor = change < -126 ? 0.0f : power_of_two(change);
-#pragma unroll
-        for (int column = 0; column < kColumnTiles; ++column) {
-          this->output[tile][column][2 * half] *= factor;
-          this->output[tile][column][2 * half + 1] *= factor;
-        }
+        factors[half] = change < -126 ? 0.0f : power_of_two(change);
       }
-      exponents[tile] = packed(next[0], next[1]);
+      this->scale_output(tile, factors);
+      exponents[tile] = packed(next[0], next[kHalves - 1]);
     }
 #pragma unroll
-    for (int half = 0; half < 2; ++half) {
+    for (int half = 0; half < kHalves; ++half) {
       if (half == 1 && !both_halves) break;
       const float power = power_of_two(next[half]);
 #pragma unroll
       for (int block = 0; block < kKeyTiles; ++block) {
         const float2 scale = ptx::load_shared_f32x2(address + 32 * block);
-        float (&row)[4] = p[block];
-        const float x = row[2 * half] * (scale.x * power), y = row[2 * half + 1] * (scale.y * power);
-        row[2 * half] = masked && row[2 * half] == 0.0f ? 0.0f : x;
-        row[2 * half + 1] = masked && row[2 * half + 1] == 0.0f ? 0.0f : y;
+        p[block][2 * half] *= scale.x * power;
+        p[block][2 * half + 1] *= scale.y * power;
+      }
+    }
+    if (!masked) return;
+    // 0 times a NaN or an infinity is a NaN.
+#pragma unroll
+    for (int block = 0; block < kKeyTiles; ++block) {
+#pragma unroll
+      for (int i = 0; i < 2 * kHalves; ++i) {
+        if ((visible >> (4 * block + i) & 1) == 0) p[block][i] = 0.0f;
       }
     }
   }
@@ -177,15 +204,10 @@ struct TokenScaleState : SoftmaxState<kRowTiles, kColumnTiles> {
     Base::finish();
 #pragma unroll
     for (int tile = 0; tile < kRowTiles; ++tile) {
+      float factors[kHalves];
 #pragma unroll
-      for (int half = 0; half < 2; ++half) {
-        const float factor = power_of_two(-exponent(tile, half));
-#pragma unroll
-        for (int column = 0; column < kColumnTiles; ++column) {
-          this->output[tile][column][2 * half] *= factor;
-          this->output[tile][column][2 * half + 1] *= factor;
-        }
-      }
+      for (int half = 0; half < kHalves; ++half) factors[half] = power_of_two(-exponent(tile, half));
+      this->scale_output(tile, factors);
     }
   }
 

@@ -5,10 +5,10 @@ use crate::attention::Operator;
 use crate::attention::metadata::corrupt;
 use crate::attention::results::assert_same_bits_alone;
 use crate::support::{
-    ALIBI, ATTENTION_DTYPES, Array, AttentionCase, BF16, BatchSpec, CacheUpdateCase, Dtype, Dtypes, F8E4M3FN, F16, F32,
-    GatherCase, I8, InlinePool, InvalidMetadata, KeyBounds, KvLayout, Mask, MemoryLayout, Numbers, PagedUpdateCase,
-    Random, ReferenceCase, SCALED_DTYPES, SMALLEST_ROW, ScaleKind, Side, assert_named_matches_reference, dims_of,
-    for_both_sides, paged_call, put_scale, quantize_row, runs_on_cpu,
+    ALIBI, ATTENTION_DTYPES, Array, AttentionCase, BF16, BatchSpec, CacheUpdateCase, Dtype, Dtypes, F8E4M3FN, F8E5M2,
+    F16, F32, GatherCase, I8, InlinePool, InvalidMetadata, KeyBounds, KvLayout, Mask, MemoryLayout, Numbers,
+    PagedUpdateCase, Random, ReferenceCase, SCALED_DTYPES, SMALLEST_ROW, ScaleKind, Side,
+    assert_named_matches_reference, dims_of, for_both_sides, paged_call, put_scale, quantize_row, runs_on_cpu,
 };
 
 /// Layouts of a cache in one buffer.
@@ -347,6 +347,23 @@ fn rows_have_the_bits_of_their_sequence_alone_with_batch_invariant() {
         let layouts =
             [None, Some(300_000), Some(9_000_001)].map(|workspace| MemoryLayout { workspace, lse: true, ..layout(0) });
         assert_same_bits_alone(Operator::PagedAttention, &batch, &layouts, &format!("{dtypes:?}"));
+    }
+}
+
+/// Up to 8 packed rows per sequence on average have tiles of 8 rows; the longer sequences have several of these in the batch,
+/// and one of 16 rows alone.
+#[test]
+fn tiles_of_8_rows_have_the_bits_of_larger_ones_with_batch_invariant() {
+    let without_scales = [F8E4M3FN, F8E5M2].map(|kv| Dtypes::over(BF16, kv));
+    for (index, dtypes) in Dtypes::SCALED.into_iter().chain(without_scales).enumerate() {
+        for head_dim in [64, 128, 256] {
+            let lengths: Vec<_> = [(1, 40); 12].into_iter().chain([(7, 1700), (5, 300), (8, 70)]).collect();
+            let mask = if index % 2 == 0 { Mask::CAUSAL } else { Mask::sliding(24) };
+            let spec = BatchSpec { dtypes, lengths, head_dim, mask, heads: (4, 2), ..BatchSpec::default() };
+            let batch = BatchSpec { softcap: [0.0, 2.5][index / 2 % 2], batch_invariant: true, ..spec }.batch();
+            let layouts = [300_000, 9_000_001].map(|bytes| MemoryLayout { workspace: Some(bytes), ..layout(0) });
+            assert_same_bits_alone(Operator::PagedAttention, &batch, &layouts, &format!("{dtypes:?}, {head_dim}"));
+        }
     }
 }
 

@@ -53,7 +53,8 @@ class GradientCase(NamedTuple):
         out, lse = expected_results("flash_attn_varlen", arguments)
         arguments |= {"out": out, "softmax_lse": lse, "dout": self.dout, "dlse": self.dlse}
         for gradient, expected in zip(actual, expected_results("flash_attn_varlen_bwd", arguments), strict=True):
-            tolerance = TOLERANCE[expected.dtype.name]
+            # A gradient of f32 depends on `out` too, which has the type of q.
+            tolerance = max(TOLERANCE[of.dtype.name] for of in (expected, self.operands[0]))
             gradient, expected = (np.asarray(x).astype(np.float64) for x in (gradient, expected))
             atol = tolerance * np.abs(expected).max()
             np.testing.assert_allclose(gradient, expected, rtol=tolerance, atol=atol)

@@ -91,9 +91,9 @@ impl<'c> Call<'c> {
         (self.problem.num_q_heads / self.problem.num_kv_heads) as i64
     }
 
-    /// Maximum queries of a short sequence, whose packed rows fit one tile of decode.
+    /// Maximum queries of a short sequence. It must not depend on the tile of decode, which depends on the batch.
     fn max_short_queries(&self) -> i64 {
-        (self.decode.rows() / self.group()).max(1)
+        (MAX_SHORT_ROWS / self.group()).max(1)
     }
 
     /// Maximum number of long sequences.
@@ -129,6 +129,9 @@ fn longest_or_mean_queries(problem: &Attention) -> i64 {
         longest => longest as i64,
     }
 }
+
+/// Maximum packed rows of a short sequence: those of the largest tile of decode.
+const MAX_SHORT_ROWS: i64 = 16;
 
 /// More queries than any sequence has.
 const UNLIMITED: i64 = i32::MAX as i64;

@@ -1,5 +1,6 @@
 //! The tiles of the portable kernels: which one serves a call, and what follows from it.
 
+use super::longest_or_mean_queries;
 use crate::cuda::device::Device;
 use crate::cuda::params::attention::TOKENS_PER_LOAD;
 use crate::cuda::tiles::ATTENTION;
@@ -37,13 +38,23 @@ impl AttentionTile {
         ATTENTION.iter().filter(serves)
     }
 
-    /// The tile of decode: `decode_8warps` where it is built, fits the device, and there are no more sequences times KV
-    /// heads than SMs; else `decode`, of which two CTAs per SM hide the start and the end of each other's tiles.
+    /// The tile of decode:
+    ///
+    /// - `decode_8rows` where it is built, if sequences have up to 8 packed rows each, by the caller's number or on average.
+    ///   Longer ones have several tiles. A row's bits are those of `decode`, except with ALiBi: whether a block of keys is on
+    ///   one side of all queries of a tile depends on the tile's rows.
+    /// - `decode_8warps` where it is built, fits the device, and there are no more sequences times KV heads than SMs.
+    /// - `decode` elsewhere, of which two CTAs per SM hide the start and the end of each other's tiles.
     pub(super) fn decode(problem: &Attention, device: &Device) -> Result<&'static Self> {
         let tile = Self::of(problem, "decode")?;
+        let variant = |shape| Self::of(problem, shape).ok().filter(|other| other.head_dim == tile.head_dim);
+        let rows = longest_or_mean_queries(problem) * (problem.num_q_heads / problem.num_kv_heads) as i64;
+        let has_same_bits = !problem.batch_invariant || problem.score.alibi.is_none();
+        if let Some(with_8_rows) = variant("decode_8rows").filter(|tile| has_same_bits && rows <= tile.rows()) {
+            return Ok(with_8_rows);
+        }
         let is_few = problem.max_seqs.min(problem.num_rows) * problem.num_kv_heads <= device.sms as usize;
-        let fits = |wide: &&Self| wide.head_dim == tile.head_dim && wide.shared_bytes <= device.shared_memory;
-        let with_8_warps = Self::of(problem, "decode_8warps").ok().filter(fits);
+        let with_8_warps = variant("decode_8warps").filter(|wide| wide.shared_bytes <= device.shared_memory);
         Ok(with_8_warps.filter(|_| is_few && !problem.batch_invariant).unwrap_or(tile))
     }
 
@@ -74,7 +85,7 @@ impl AttentionTile {
 
     /// Packed query rows of a CTA.
     pub(super) fn rows(&self) -> i64 {
-        i64::from(16 * self.row_tiles * self.row_warps)
+        i64::from(self.warp_rows * self.row_warps)
     }
 
     /// Keys per KV chunk: one step of a decode CTA.
@@ -155,7 +166,7 @@ pub(in crate::cuda) fn transforms_logits(problem: &Attention) -> bool {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::problem::attention::{Keys, PageTable};
+    use crate::problem::attention::{Alibi, Keys, PageTable, Queries, Score};
     use crate::problem::{KvScaleCache, KvView};
     use crate::tensor::Tensor;
 
@@ -197,7 +208,12 @@ mod tests {
         for kv_dtype in [DType::I8, DType::F8E4M3FN] {
             for dim in (8..=512).step_by(8) {
                 let problem = Attention { q, kv_dtype, scale_cache, head_dim: dim, value_dim: dim, ..plain };
-                for (shape, capability) in [("prefill", 80), ("prefill", 90), ("decode", 80), ("decode", 89)] {
+                for (shape, capability) in
+                    [("prefill", 80), ("prefill", 90), ("decode", 80), ("decode", 89), ("decode_8rows", 80)]
+                {
+                    if shape == "decode_8rows" && dim > 256 {
+                        continue;
+                    }
                     let tile = AttentionTile::of(&problem, shape).expect("there is a tile");
                     assert!(tile.head_dim as usize == dim.next_power_of_two().max(64), "{tile:?}");
                     let device = Device { capability, ..super::super::tests::device(true) };
@@ -228,6 +244,31 @@ mod tests {
         for dim in [64, 96, 256] {
             assert_eq!(shape(&problem(1, 1, 8, dim), large), "decode");
         }
+    }
+
+    #[test]
+    fn sequences_of_few_packed_rows_over_8_bit_caches_have_tiles_of_8_rows() {
+        let shape = |problem: &Attention| {
+            AttentionTile::decode(problem, &super::super::tests::device(true)).expect("there is a tile").shape
+        };
+        // A group of 4 query heads.
+        let of = |rows, kv_dtype, dim| Attention { kv_dtype, ..super::super::tests::problem(rows, 64, 8, dim) };
+        let of_rows = [64, 128, 129].map(|rows| shape(&of(rows, DType::F8E4M3FN, 128)));
+        assert_eq!(of_rows, ["decode_8rows", "decode_8rows", "decode"]);
+        for (dim, expected) in [(64, "decode_8rows"), (96, "decode"), (200, "decode_8rows"), (512, "decode")] {
+            assert_eq!(shape(&of(64, DType::F8E5M2, dim)), expected, "{dim}");
+        }
+        let plain = of(64, DType::F8E4M3FN, 128);
+        assert_eq!(shape(&Attention { num_q_heads: 18, ..plain }), "decode");
+        assert_eq!(shape(&Attention { queries: Queries { longest: 3, ..plain.queries }, ..plain }), "decode");
+        let view = KvView { data: std::ptr::null_mut(), page_stride: 0, token_stride: 0, head_stride: 0 };
+        let scaled = Attention { scale_cache: Some(KvScaleCache { k: view, v: view }), ..of(64, DType::I8, 256) };
+        assert_eq!(shape(&scaled), "decode_8rows");
+        let invariant = Attention { batch_invariant: true, ..plain };
+        assert_eq!(shape(&invariant), "decode_8rows");
+        let alibi = Some(Alibi { slopes: std::ptr::null(), per_sequence: false });
+        assert_eq!(shape(&Attention { score: Score { alibi, ..plain.score }, ..invariant }), "decode");
+        assert_eq!(shape(&Attention { score: Score { alibi, ..plain.score }, ..plain }), "decode_8rows");
     }
 
     #[test]
@@ -269,7 +310,7 @@ mod tests {
                         continue;
                     }
                     let asked = match tile.shape {
-                        "decode" | "decode_8warps" => tile.decode_shared_memory(&problem, &device),
+                        "decode" | "decode_8rows" | "decode_8warps" => tile.decode_shared_memory(&problem, &device),
                         _ => tile.shared_bytes,
                     };
                     assert!(!is_built || asked <= shared_memory, "{tile:?}");

@@ -58,17 +58,18 @@ mod tests {
 
     #[test]
     fn decode_and_the_portable_prefill_take_every_call() {
-        let (decode, prefill) = ("attention_token_scales_i8_128_decode", "attention_token_scales_i8_128_prefill");
+        let [decode, prefill] = ["decode", "prefill"].map(|shape| format!("attention_token_scales_i8_128_{shape}"));
+        let with_8_rows = format!("{decode}_8rows");
         for capability in [90, 100, 120] {
             let named = |problem: &Attention| named_on(problem, &Device { capability, ..device(true) });
-            assert_eq!(named(&scaled(4, 4, 128)), [(decode, 1, i32::MAX)]);
-            assert_eq!(named(&scaled(64, 64, 72)), [(decode, 1, i32::MAX)]);
-            assert_eq!(named(&scaled(5000, 7, 128)), [(prefill, 5, i32::MAX), (decode, 1, 4)]);
+            assert_eq!(named(&scaled(4, 4, 128)), [(&*with_8_rows, 1, i32::MAX)]);
+            assert_eq!(named(&scaled(64, 64, 72)), [(&*with_8_rows, 1, i32::MAX)]);
+            assert_eq!(named(&scaled(5000, 7, 128)), [(&*prefill, 5, i32::MAX), (&*decode, 1, 4)]);
             let wide = ["attention_token_scales_i8_512_prefill_scales", "attention_token_scales_i8_512_decode"];
             assert_eq!(named(&scaled(5000, 7, 320)), [(wide[0], 5, i32::MAX), (wide[1], 1, 4)]);
         }
         let older = Device { capability: 80, ..device(false) };
-        assert_eq!(named_on(&scaled(4, 4, 128), &older)[0].0, "attention_token_scales_sm80_i8_128_decode");
+        assert_eq!(named_on(&scaled(4, 4, 128), &older)[0].0, "attention_token_scales_sm80_i8_128_decode_8rows");
     }
 
     #[test]
