@@ -364,6 +364,33 @@ pub unsafe extern "C" fn xa_workspace(
     unsafe { c.write(coefficients) };
 }
 
+/// What a bias of q's type of `num_keys` keys per row (Sk) adds to that size in a call without a soft cap and ALiBi: `c[0] + c[1] * R`
+/// bytes for R rows of the bias, Sq for each of its sequences and heads. Both are 0 where no kernel copies the bias.
+///
+/// The other parameters are those of [`xa_workspace`].
+///
+/// # Safety
+/// `c` has room for two numbers.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn xa_bias_workspace(
+    op: i32,
+    head_dim: i64,
+    value_dim: i64,
+    dtype: i32,
+    batch_invariant: bool,
+    num_keys: i64,
+    c: *mut [i64; 2],
+) {
+    let coefficients = or_failure([0; 2], || {
+        let (num_q_heads, num_kv_heads, dtype) = (1, 1, DType(dtype));
+        let sizes = AttentionSizes { num_q_heads, num_kv_heads, head_dim, value_dim, dtype, batch_invariant };
+        let size = Op::from_number(op).map(|op| sizes.bias_workspace(op, num_keys));
+        size.map_or([0; 2], |size| [size.fixed, size.per_bias_row])
+    });
+    // SAFETY: the caller guarantees that `c` has room for two numbers.
+    unsafe { c.write(coefficients) };
+}
+
 /// The contents of this build as JSON: `version`, `xla_ffi` (the version of `xa_targets`), `handler_sets` (all versions,
 /// the oldest first), `cuda`, `cuda_archs` (the architectures of its kernels), `failpoints` (whether tests can make calls
 /// fail; never in a library for users), `check` (debug check mode), `targets`, `operators` (the declarations of

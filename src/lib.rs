@@ -69,8 +69,8 @@ pub use api::*;
 pub use c_api::GetPjrtApi;
 #[cfg(not(test))]
 pub use c_api::{
-    XaAttribute, XaCall, XaTensor, xa_call, xa_handler_set, xa_info, xa_layouts, xa_op, xa_stand_before_pjrt_plugin,
-    xa_targets, xa_workspace,
+    XaAttribute, XaCall, XaTensor, xa_bias_workspace, xa_call, xa_handler_set, xa_info, xa_layouts, xa_op,
+    xa_stand_before_pjrt_plugin, xa_targets, xa_workspace,
 };
 pub use dispatch::{Action, Call, call};
 pub use error::{Code, Error, Result};

@@ -150,6 +150,13 @@ def library() -> ctypes.CDLL:
     coefficients = ctypes.POINTER(ctypes.c_int64 * 3)
     lib.xa_workspace.argtypes = [ctypes.c_int32, *sizes, ctypes.c_int32, ctypes.c_bool, coefficients]
     lib.xa_workspace.restype = None
+    bias_coefficients = ctypes.POINTER(ctypes.c_int64 * 2)
+    sizes = [ctypes.c_int64] * 2
+    lib.xa_bias_workspace.argtypes = [
+        *(ctypes.c_int32, *sizes, ctypes.c_int32, ctypes.c_bool, ctypes.c_int64),
+        bias_coefficients,
+    ]
+    lib.xa_bias_workspace.restype = None
     return lib
 
 
@@ -340,14 +347,33 @@ def workspace(
     batch_invariant: bool,
     rows: Any,  # noqa: ANN401
     sequences: Any,  # noqa: ANN401
+    bias: Sequence[Any] | None = None,
 ) -> Any:  # noqa: ANN401
     """The workspace size of an attention call or its gradients, in bytes.
 
-    `rows` of the query and `sequences` may be symbolic; `batch_invariant` is ignored for the gradients.
+    `rows` of the query, `sequences` and the shape of the `bias` (`copied_bias`) may be symbolic; `batch_invariant` is
+    ignored for the gradients. There is no room for a copy of a bias with a symbolic number of keys.
     """
     static = (target, q_heads, kv_heads, head_dim, value_dim, dtype, batch_invariant)
     constant, per_row, per_sequence = _workspace_coefficients(*static)
-    return constant + per_row * rows + per_sequence * sequences
+    size = constant + per_row * rows + per_sequence * sequences
+    if bias is not None and isinstance(bias[3], int):
+        fixed, per_bias_row = _bias_coefficients(target, head_dim, value_dim, dtype, batch_invariant, bias[3])
+        if per_bias_row > 0:
+            size += fixed + per_bias_row * (bias[0] * bias[1] * bias[2])
+    return size
+
+
+def copied_bias(
+    bias: Any,  # noqa: ANN401
+    query_dtype: Any,  # noqa: ANN401
+    softcap: float,
+    alibi_slopes: Any,  # noqa: ANN401
+) -> tuple[Any, ...] | None:
+    """The shape of a bias that kernels may copy to the workspace of a call; None without one."""
+    if bias is None or bias.ndim != 4 or bias.dtype != query_dtype or softcap > 0 or alibi_slopes is not None:
+        return None
+    return tuple(bias.shape)
 
 
 @functools.lru_cache(maxsize=1024)
@@ -363,6 +389,21 @@ def _workspace_coefficients(
     coefficients, lib = (ctypes.c_int64 * 3)(), library()
     sizes = (q_heads, kv_heads, head_dim, value_dim, _dtype_number(dtype), batch_invariant)
     lib.xa_workspace(lib.xa_op(target.encode()), *sizes, ctypes.byref(coefficients))
+    return tuple(coefficients)
+
+
+@functools.lru_cache(maxsize=1024)
+def _bias_coefficients(
+    target: str,
+    head_dim: int,
+    value_dim: int,
+    dtype: Any,  # noqa: ANN401
+    batch_invariant: bool,
+    keys: int,
+) -> tuple[int, int]:
+    coefficients, lib = (ctypes.c_int64 * 2)(), library()
+    sizes = (head_dim, value_dim, _dtype_number(dtype), batch_invariant, keys)
+    lib.xa_bias_workspace(lib.xa_op(target.encode()), *sizes, ctypes.byref(coefficients))
     return tuple(coefficients)
 
 

@@ -34,5 +34,6 @@ pub(crate) mod params;
 mod sass;
 mod tensor_map;
 mod tiles;
+mod tma_bias;
 mod token_scale_update;
 pub(crate) mod variants;

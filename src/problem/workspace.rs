@@ -40,6 +40,15 @@ pub struct WorkspaceSize {
     pub per_sequence: i64,
 }
 
+/// By how much a bias adds to a workspace: `fixed + per_bias_row * R` bytes for R rows of the bias, of all its matrices.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct BiasWorkspaceSize {
+    /// Bytes per call.
+    pub fixed: i64,
+    /// Bytes per row of the bias, `[Sk]`.
+    pub per_bias_row: i64,
+}
+
 /// The static values of an attention call on which its workspace size depends.
 #[derive(Clone, Copy, Debug)]
 pub struct AttentionSizes {
@@ -78,6 +87,39 @@ impl AttentionSizes {
             Op::MlaPagedAttention | Op::MlaPagedAttentionUpdate => Some(self.latent_workspace()),
             _ => op.signature().results.contains(&"workspace").then(|| self.workspace()),
         }
+    }
+
+    /// What a bias `[B or 1, Hq or 1, Sq, keys]` of q's type adds to the size for a call of `op` without a soft cap and `ALiBi`.
+    /// Kernels on Hopper load it by TMA, in rows of a multiple of 16 bytes; a bias of other rows is copied to such rows in the
+    /// workspace.
+    ///
+    /// ```
+    /// use xla_attention::ops::workspace::AttentionSizes;
+    /// use xla_attention::{DType, Op};
+    ///
+    /// let (num_q_heads, num_kv_heads, head_dim, value_dim) = (12, 12, 64, 64);
+    /// let dtype = DType::BF16;
+    /// let sizes = AttentionSizes { num_q_heads, num_kv_heads, head_dim, value_dim, dtype, batch_invariant: false };
+    /// assert_eq!(sizes.bias_workspace(Op::FlashAttnVarlen, 197).per_bias_row, 400);
+    /// assert_eq!(sizes.bias_workspace(Op::FlashAttnVarlen, 200).per_bias_row, 0);
+    /// ```
+    #[must_use]
+    pub fn bias_workspace(&self, op: Op, keys: i64) -> BiasWorkspaceSize {
+        /// Elements of 16 bytes.
+        const CHUNK: i64 = 8;
+        /// What the alignment of the copy, and the tile counter before it, take at most.
+        const FIXED: i64 = 256;
+        let max_dim = match op {
+            Op::FlashAttnVarlen if !self.batch_invariant => 256,
+            Op::FlashAttnVarlenBwd => 128,
+            _ => 0,
+        };
+        let columns = self.head_dim.max(self.value_dim);
+        if self.dtype.size() != 2 || !(1..=max_dim).contains(&columns) || keys < 1 || keys % CHUNK == 0 {
+            return BiasWorkspaceSize { fixed: 0, per_bias_row: 0 };
+        }
+        let chunks = keys / CHUNK + 1;
+        BiasWorkspaceSize { fixed: FIXED, per_bias_row: chunks.saturating_mul(CHUNK * self.dtype.size() as i64) }
     }
 
     /// The size with which attention runs as fast as it can; 0 for sizes that no call can have.

@@ -130,7 +130,7 @@ fn biases_agree_with_the_reference() {
     let heads = [(2, 2), (4, 2), (8, 1), (3, 3)];
     for seed in 0..20 {
         let head_dim = [64, 128, 96, 40, 72][seed % 5];
-        let keys = [400, 304, 401][seed / 4 % 3];
+        let keys = [400, 401, 304, 402, 397][seed / 4 % 5];
         let spec = BatchSpec {
             dtypes: DTYPES[seed % 2].into(),
             heads: heads[seed / 2 % 4],
@@ -283,6 +283,11 @@ mod on_their_own_gpu {
             let lengths = vec![(200, 304), (30, 40)];
             let shared = BatchSpec { head_dim, lengths, bias: Some(bias), ..base.clone() };
             runs_kernel(&shared, &format!("hopper_bwd_dbias_bf16_{head_dim} with"));
+        }
+        // Rows of 301 keys are copied, each by a warp of eight; the batch has two empty sequences more.
+        for (rows, form, head_dim, copied) in [(160, BiasForm::OWN, 96, 3 * 2 * 160), (200, BiasForm::SHARED, 64, 200)] {
+            let odd = BatchSpec { head_dim, lengths: vec![(rows, 301)], bias: Some(form), ..base.clone() };
+            runs_kernel(&odd, &format!("copy_bias_rows with LaunchConfig {{ grid: [{}, 1, 1]", copied / 8));
         }
         let short = vec![(3, 40); 40];
         runs_kernel(

@@ -7,6 +7,7 @@ from xla_attention import _library
 
 C_INTERFACE = {
     "GetPjrtApi",
+    "xa_bias_workspace",
     "xa_call",
     "xa_handler_set",
     "xa_info",

@@ -120,6 +120,15 @@ fn functions_without_an_error_return_their_failure_value() {
     arm(Failpoint::CApi);
     assert_eq!(workspace(), [0; 3]);
     assert_ne!(workspace(), [0; 3]);
+    let bias_workspace = || {
+        let mut c = [-1; 2];
+        // SAFETY: `c` has room for two numbers.
+        unsafe { xla_attention::xa_bias_workspace(4, 128, 128, 16, false, 77, &raw mut c) };
+        c
+    };
+    arm(Failpoint::CApi);
+    assert_eq!(bias_workspace(), [0; 2]);
+    assert_eq!(bias_workspace()[1], 160);
 }
 
 #[cfg(feature = "cuda")]

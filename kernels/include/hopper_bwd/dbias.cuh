@@ -11,6 +11,7 @@
 #include <cmath>
 #include <cstdint>
 
+#include "bwd/dbias_rows.cuh"
 #include "bwd/sequence_at.cuh"
 #include "element.cuh"
 #include "hopper/pipeline.cuh"
@@ -211,15 +212,12 @@ class DbiasSum {
     for (int half = 0; half < 2; ++half) {
       const int32_t row = tile_.first_row + lane_row() + 8 * half;
       if (row >= params_.rows) continue;
-      E* const to = static_cast<E*>(params_.dbias) +
-                    (static_cast<int64_t>(tile_.matrix) * params_.rows + row) * params_.keys + tile_.first_key;
+      const int64_t index = static_cast<int64_t>(tile_.matrix) * params_.rows + row;
+      E* const to = static_cast<E*>(params_.dbias) + index * params_.keys;
 #pragma unroll
       for (int column = 0; column < kTiles; ++column) {
-        // Rows of 16-bit biases are multiples of 16 bytes, so a pair of keys exists or does not.
-        const int32_t key = 8 * column + lane % 4 * 2;
-        if (tile_.first_key + key < params_.keys) {
-          store_columns(to + key, make_float2(sums_[column][2 * half], sums_[column][2 * half + 1]));
-        }
+        const int32_t key = tile_.first_key + 8 * column + lane % 4 * 2;
+        store_dbias_pair(to, key, params_.keys, make_float2(sums_[column][2 * half], sums_[column][2 * half + 1]));
       }
     }
   }

@@ -27,10 +27,12 @@ def with_workspace(
     kv_heads: int,
     num_seqs: Any,  # noqa: ANN401
     after_workspace: Sequence[jax.ShapeDtypeStruct | None] = (),
+    bias: Sequence[Any] | None = None,
 ) -> list[Array]:
     """Emit an attention call with a workspace after `results`; returns the other results that are not None.
 
-    ``operands[0]`` is ``[T, Hq, D]``, ``results[0]`` ``[T, Hq, Dv]``; T and `num_seqs` may be symbolic.
+    ``operands[0]`` is ``[T, Hq, D]``, ``results[0]`` ``[T, Hq, Dv]``; T and `num_seqs` may be symbolic. `bias` is
+    `_library.copied_bias`.
 
     The CPU does not use the workspace, but a call is traced before its platform is known. There XLA reserves the memory
     and nothing touches it, which costs neither time nor resident memory. Platform-dependent lowering would avoid it,
@@ -41,7 +43,7 @@ def with_workspace(
     static = (*query.shape[1:2], kv_heads, *query.shape[2:], out.shape[-1])
     if query.ndim == 3 and all(isinstance(n, int) for n in static):
         options = (query.dtype, bool(attributes["batch_invariant"]))
-        size = _library.workspace(target, *static, *options, query.shape[0], num_seqs)
+        size = _library.workspace(target, *static, *options, query.shape[0], num_seqs, bias)
     workspace = None if isinstance(size, int) and size == 0 else jax.ShapeDtypeStruct((size,), jnp.uint8)
     arrays = custom_call(target, operands, [*results, workspace, *after_workspace], attributes)
     given = [*results, None, *after_workspace]

@@ -48,6 +48,10 @@ def packed(operands: Operands) -> Operands:
     return operands._replace(q=q, k=k, v=v, cu_seqlens_q=starts_q, cu_seqlens_k=starts_k, **per_sequence)
 
 
+def _copied_bias(options: Options, operands: Operands) -> tuple | None:
+    return _library.copied_bias(operands.bias, operands.q.dtype, options.softcap, operands.alibi_slopes)
+
+
 def _forward_ffi_call(options: Options, operands: Operands) -> tuple[Array, Array]:
     if options.dense:
         out, lse = _forward_ffi_call(options._replace(dense=False), packed(operands))
@@ -68,6 +72,7 @@ def _forward_ffi_call(options: Options, operands: Operands) -> tuple[Array, Arra
             operator("xla_gpu_flash_attn_varlen").attributes_of(options),
             kv_heads=heads // 2 if options.kv_layout == kv_layout_number("interleaved") else heads,
             num_seqs=starts.shape[0] - 1 if starts.ndim == 1 else 0,
+            bias=_copied_bias(options, operands),
         )
     )
 
@@ -88,7 +93,9 @@ def _backward_ffi_call(options: Options, operands: Operands, cotangents: Cotange
     results.append(None if sinks is None else jax.ShapeDtypeStruct(sinks.shape, jnp.float32))
     target = "xla_gpu_flash_attn_varlen_bwd"
     heads, dims = (q.shape[1], k.shape[1]), (q.shape[2], v.shape[2])
-    size = _library.workspace(target, *heads, *dims, q.dtype, False, q.shape[0], starts.shape[0] - 1)
+    size = _library.workspace(
+        target, *heads, *dims, q.dtype, False, q.shape[0], starts.shape[0] - 1, _copied_bias(options, operands)
+    )
     results.append(jax.ShapeDtypeStruct((size,), jnp.uint8))
     if options.bias_gradient:
         bias = operands.bias

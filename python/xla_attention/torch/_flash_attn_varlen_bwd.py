@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 
+from .._library import copied_bias
 from .._operators import operator
 from .._options import length_hint, unsupported_gradient
 from ._call import Call, Result, Workspace, f32_operand, index_operand
@@ -137,7 +138,8 @@ def _lower(
     workspace = None
     if q.dim() == k.dim() == v.dim() == 3 and cu_seqlens_q.dim() == 1:
         rows = (q.shape[0], cu_seqlens_q.shape[0] - 1)
-        workspace = Workspace(q.shape[1], k.shape[1], q.shape[2], v.shape[2], q.dtype, False, *rows)
+        copied = copied_bias(bias, q.dtype, softcap, alibi_slopes)
+        workspace = Workspace(q.shape[1], k.shape[1], q.shape[2], v.shape[2], q.dtype, False, *rows, copied)
     return Call(
         _OPERATOR.target,
         {

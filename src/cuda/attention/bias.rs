@@ -2,6 +2,7 @@
 //! portable kernel. No other kernel knows of it.
 
 use super::hopper::HopperPrefill;
+use super::loaded_bias::loaded_bias;
 use super::params::check_dense;
 use super::tiles::AttentionTile;
 use super::{Call, Launch, Launches, Parameter, UNLIMITED, longest_or_mean_queries, max_tiles};
@@ -9,52 +10,17 @@ use crate::cuda::device::Device;
 use crate::cuda::enqueue::LaunchConfig;
 use crate::cuda::params::attention::AttentionParams;
 use crate::cuda::params::bias::{BiasParams, BiasSource};
-use crate::cuda::tensor_map::{Axis, L2Promotion, TensorMap, supports_tma};
 use crate::cuda::variants;
 use crate::error::{Error, Result};
 use crate::problem::attention::{Attention, Bias, KeyStorage};
-use crate::tensor::DType;
 
 const KERNEL: &str = "attention_bias";
-
-/// Keys of a box that TMA copies: a row of a swizzle atom.
-const BOX_KEYS: i64 = 64;
 
 /// Queries of the longest sequence, or of the average one, and keys of the average one, from which on Hopper's kernel takes a
 /// call: it does not pack the query heads of a KV head. On an H200 16 sequences of 64 queries take 0.71 to 1.08 times the portable
 /// kernel's speed over 64 keys, and 1.12 to 1.79 times over 2048.
 const HOPPER_QUERIES: i64 = 64;
 const HOPPER_KEYS: usize = 128;
-
-impl Bias {
-    /// The axes of the bias or of its gradient as `[1, 1, matrix, row, key]`, the innermost first, in boxes of `rows` rows.
-    fn axes(&self, rows: i64) -> [Axis; 5] {
-        let matrices = self.seqs.saturating_mul(self.heads) as i64;
-        let [all_rows, keys] = [self.rows, self.keys].map(|len| len as i64);
-        // The wrappers of TMA have five axes.
-        let unused = Axis { len: 1, stride: BOX_KEYS, box_len: 1 };
-        [
-            Axis { len: keys, stride: 1, box_len: BOX_KEYS },
-            Axis { len: all_rows, stride: keys, box_len: rows },
-            Axis { len: matrices, stride: all_rows.saturating_mul(keys), box_len: 1 },
-            unused,
-            unused,
-        ]
-    }
-
-    /// Whether TMA copies the bias, or its gradient at `data`, if it has this type: rows are multiples of 16 bytes, and coordinates
-    /// have 31 bits.
-    pub(in crate::cuda) fn supports_tma(&self, dtype: DType, data: *const u8, rows: i64) -> bool {
-        let axes = self.axes(rows);
-        let has_coordinates = axes.iter().all(|axis| axis.len <= i64::from(i32::MAX));
-        self.dtype == dtype && has_coordinates && supports_tma(dtype, data, &axes)
-    }
-
-    /// The tensor map of the bias, or of its gradient at `data`.
-    pub(in crate::cuda) fn tensor_map(&self, dtype: DType, data: *const u8, rows: i64) -> Result<TensorMap> {
-        TensorMap::new(dtype, data, &self.axes(rows), L2Promotion::Bytes256)
-    }
-}
 
 impl BiasSource {
     /// Of a call whose q has elements of `q_bytes`.
@@ -91,7 +57,10 @@ pub(super) fn launches<'c>(call: &Call<'c>) -> Result<Option<Launches<'c>>> {
     let problem = call.problem;
     let Some(bias) = &problem.score.bias else { return Ok(None) };
     if let Some(prefill) = hopper(problem, &call.device) {
-        return prefill.launch_for_all(call).map(Some);
+        let mut launches = prefill.launch_for_all(call)?;
+        let copy = loaded_bias(problem).map(|bias| bias.copy_launch(Parameter::CopyRows)).transpose()?;
+        launches.list.splice(0..0, copy.flatten());
+        return Ok(Some(launches));
     }
     let bias_bytes = bias.dtype.size() as u32;
     let (variant, tile) = kernel_for(problem, bias_bytes, &call.device)?;
@@ -134,7 +103,9 @@ mod tests {
     use super::super::hopper::tests::ragged;
     use super::super::tests::{device, named_on, problem};
     use super::*;
+    use crate::problem::Op;
     use crate::problem::attention::Score;
+    use crate::problem::workspace::AttentionSizes;
     use crate::tensor::{DType, Tensor};
     use std::ptr::null;
 
@@ -173,6 +144,37 @@ mod tests {
         assert_eq!(named(&|call, _| call.max_seqs = 16), portable);
         assert_eq!(named(&|call, _| call.keys.storage = KeyStorage::Contiguous { total: 895 }), portable);
         assert_eq!(named(&|call, _| call.batch_invariant = true), portable);
+    }
+
+    #[test]
+    fn hopper_copies_a_bias_whose_rows_tma_does_not_load_where_the_workspace_has_room() {
+        let named = |start: usize, bytes: i64, keys: usize, dtype: DType| {
+            let dims = [bytes];
+            let workspace = Tensor::dense(DType::U8, start as *mut u8, &dims);
+            let bias = Bias { keys, ..biased(&ragged(), dtype).score.bias.expect("it has one") };
+            let call = Attention { score: Score { bias: Some(bias), ..ragged().score }, ..ragged() };
+            let launches = named_on(&Attention { workspace: Some(workspace), ..call }, &device(true));
+            launches.iter().map(|(name, ..)| *name).collect::<Vec<_>>()
+        };
+        let [copied, portable] = [vec!["copy_bias_rows", "hopper_bias_bf16_128"], vec!["attention_bias_bf16_128"]];
+        let sizes = AttentionSizes {
+            num_q_heads: 12,
+            num_kv_heads: 2,
+            head_dim: 128,
+            value_dim: 128,
+            dtype: DType::BF16,
+            batch_invariant: false,
+        };
+        for (start, keys) in [0x1000, 0x1001, 0x107f].into_iter().flat_map(|start| [(start, 77), (start, 84)]) {
+            let size = sizes.bias_workspace(Op::FlashAttnVarlen, keys as i64);
+            let bytes = size.fixed + 64 * size.per_bias_row;
+            assert_eq!(named(start, bytes, keys, DType::BF16), copied);
+            assert_eq!(named(start, bytes - 256, keys, DType::BF16), portable);
+            assert_eq!(named(start, 2 * bytes, keys, DType::F32), portable);
+        }
+        assert_eq!(named(0x1000, 1 << 20, 80, DType::BF16), copied[1..]);
+        assert_eq!(named(0x1000, 1 << 20, 0, DType::BF16), portable);
+        assert_eq!(sizes.bias_workspace(Op::FlashAttnVarlen, 80).per_bias_row, 0);
     }
 
     #[test]

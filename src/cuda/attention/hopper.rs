@@ -4,6 +4,7 @@
 pub(super) mod tests;
 mod tiles;
 
+use super::loaded_bias::loaded_bias;
 use super::split::room;
 use super::tiles::transforms_logits;
 use super::{Call, Launch, Launches, Parameter, UNLIMITED, decode, longest_or_mean_queries, max_tiles};
@@ -172,11 +173,11 @@ impl HopperPrefill {
         let Call { problem, device, .. } = call;
         let next_tile = self.next_tile(problem, tiles, device);
         let of = PrefillParameter { prefill: *self, problem, attention: *attention, next_tile };
-        let (kernel, parameter) = match (self.tile.bytes, &problem.score.bias) {
+        let (kernel, parameter) = match (self.tile.bytes, loaded_bias(problem)) {
             (1, _) => (FP8_KERNEL, Parameter::Prefill(of)),
             (4, _) => (F32_KERNEL, Parameter::Prefill(of)),
             _ if self.tile.takes_key_ranges => (KEY_RANGES_KERNEL, Parameter::PrefillKeyRanges(of)),
-            (_, Some(bias)) => (BIAS_KERNEL, Parameter::PrefillBias(of, bias)),
+            (_, Some(bias)) => (BIAS_KERNEL, Parameter::PrefillBias(of, bias.bias)),
             _ => (KERNEL, Parameter::Prefill(of)),
         };
         let launch = Launch::new(kernel, self.variant(kernel, problem)?, self.shape(problem, tiles, device), parameter);
@@ -392,11 +393,11 @@ impl PrefillParameter<'_> {
         Ok(HopperKeyRangeParams { prefill: self.params()?, ranges })
     }
 
-    /// `bias` is that of the call.
+    /// `bias` is that of the call, or its copy.
     pub(super) fn bias_params(&self, bias: &Bias) -> Result<HopperBiasParams> {
         let Self { prefill, problem, .. } = self;
         let BiasSource { seq_matrices, head_matrices, .. } = BiasSource::new(bias, problem.q.dtype.size())?;
-        let map = bias.tensor_map(problem.q.dtype, bias.data.cast(), prefill.tile.rows())?;
+        let map = bias.tensor_map(bias.data, prefill.tile.rows())?;
         Ok(HopperBiasParams { prefill: self.params()?, bias: map, seq_matrices, head_matrices })
     }
 

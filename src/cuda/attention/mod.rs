@@ -14,6 +14,7 @@ mod hopper;
 mod hopper_split_kv;
 mod index_divisor;
 mod latent;
+mod loaded_bias;
 pub(super) mod params;
 mod portable;
 mod row_masks;
@@ -24,7 +25,7 @@ mod token_scales;
 use super::device::Device;
 use super::kernel_launch;
 use super::params::attention::{AttentionParams, NewTokens};
-use super::params::bias::BiasParams;
+use super::params::bias::{BiasParams, CopyRowsParams};
 use super::params::key_ranges::KeyRangeParams;
 use super::params::token_scales::TokenScaleParams;
 use super::params::tree_mask::RowMaskParams;
@@ -146,11 +147,12 @@ fn max_tiles(packed: i64, tile: i64, sequences: i64) -> i64 {
 enum Parameter<'c> {
     Attention(AttentionParams),
     Bias(Box<BiasParams>),
+    CopyRows(CopyRowsParams),
     KeyRanges(Box<KeyRangeParams>),
     RowMasks(Box<RowMaskParams>),
     TokenScales(Box<TokenScaleParams>),
     Prefill(PrefillParameter<'c>),
-    PrefillBias(PrefillParameter<'c>, &'c Bias),
+    PrefillBias(PrefillParameter<'c>, Bias),
     PrefillKeyRanges(PrefillParameter<'c>),
     Fused(Box<FusedParameter<'c>>),
     Latent(LatentParameter<'c>),
@@ -161,6 +163,7 @@ impl kernel_launch::Parameter for Parameter<'_> {
         match self {
             Self::Attention(params) => params.pass(enqueue),
             Self::Bias(params) => params.pass(enqueue),
+            Self::CopyRows(params) => params.pass(enqueue),
             Self::KeyRanges(params) => params.pass(enqueue),
             Self::RowMasks(params) => params.pass(enqueue),
             Self::TokenScales(params) => params.pass(enqueue),
@@ -336,7 +339,7 @@ pub(super) mod tests {
         names(&LaunchPlan::on(problem, None, *device).expect("the sizes are allowed"))
     }
 
-    /// The launches that attend: the variant, and how many queries its sequences have.
+    /// The launches but those that combine: the variant, and how many queries its sequences have, 0 where it does not attend.
     fn names(plan: &LaunchPlan) -> Vec<(&'static str, i32, i32)> {
         let attending = plan.0.list.iter().filter(|launch| launch.kernel != "combine");
         attending
@@ -351,6 +354,7 @@ pub(super) mod tests {
         match parameter {
             Parameter::Attention(params) => (params.min_queries, params.max_queries),
             Parameter::Bias(params) => (params.attention.min_queries, params.attention.max_queries),
+            Parameter::CopyRows(_) => (0, 0),
             Parameter::KeyRanges(params) => (params.attention.min_queries, params.attention.max_queries),
             Parameter::RowMasks(params) => (params.attention.min_queries, params.attention.max_queries),
             Parameter::TokenScales(params) => (params.attention.min_queries, params.attention.max_queries),

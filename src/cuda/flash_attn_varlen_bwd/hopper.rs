@@ -10,19 +10,19 @@ use super::deferred::defer_params;
 use super::head_splits::{self, PartialGradients};
 use super::key_ranges::KeyRangeLayout;
 use super::tensor_maps::TensorMapConfig;
-use super::{Launch, Parameter, bias, hopper_bias, sinks, widens_gradients};
+use super::{Launch, Parameter, hopper_bias, sinks, widens_gradients};
 use crate::cuda::device::Device;
 use crate::cuda::enqueue::{LaunchAttributes, LaunchConfig};
 use crate::cuda::params::attention_bwd::BackwardParams;
 use crate::cuda::params::hopper_bwd::{BackwardPlan, HopperBackwardParams, SequencePlan, SequenceStart};
 use crate::cuda::tensor_map::{TensorMap, supports_tma};
 use crate::cuda::tiles::{HOPPER_BWD, HopperBwdTile};
+use crate::cuda::tma_bias::TmaBias;
 use crate::cuda::variants;
 use crate::error::Result;
 use crate::problem::attention::{Attention, Score};
 use crate::problem::flash_attn_varlen_bwd::FlashAttnVarlenBwd;
 use std::ptr::null_mut;
-use std::rc::Rc;
 
 /// Keys of a work tile and of one warpgroup, as `kernels/include/hopper_bwd/shape.cuh` has them.
 const KEYS: i64 = 128;
@@ -51,6 +51,7 @@ const ALIGNMENT: usize = 128;
 struct HopperBackward {
     tile: &'static HopperBwdTile,
     layout: WorkspaceLayout,
+    bias: Option<TmaBias>,
 }
 
 /// Addresses of the buffers in the workspace.
@@ -67,6 +68,7 @@ pub(super) struct WorkspaceLayout {
     partial_dv: *mut u8,
     log2_head_splits: u32,
     sequence_starts: *mut u8,
+    copied_bias: *mut u8,
     key_ranges: Option<KeyRangeLayout>,
     pub(super) num_query_blocks: usize,
     num_row_tiles: usize,
@@ -79,7 +81,8 @@ pub(super) struct WorkspaceLayout {
 pub(super) struct LayoutOptions {
     /// The rows of K if query rows have bounds of their keys.
     range_keys: Option<usize>,
-    has_bias: bool,
+    /// Bytes of the copy of a bias, 0 if TMA loads it where it is.
+    bias_bytes: Option<usize>,
 }
 
 impl WorkspaceLayout {
@@ -115,7 +118,8 @@ impl WorkspaceLayout {
             partial_dk: place(partial.dk_bytes),
             partial_dv: place(partial.dv_bytes),
             log2_head_splits: partial.log2_head_splits,
-            sequence_starts: if options.has_bias { place(size_of::<SequenceStart>() * seqs) } else { null_mut() },
+            sequence_starts: options.bias_bytes.map_or(null_mut(), |_| place(size_of::<SequenceStart>() * seqs)),
+            copied_bias: options.bias_bytes.map_or(null_mut(), &mut place),
             key_ranges: options
                 .range_keys
                 .map(|keys| KeyRangeLayout::new([rows, seqs, keys], num_query_blocks, &mut place)),
@@ -132,11 +136,11 @@ impl WorkspaceLayout {
         columns: u32,
         partial: PartialGradients,
     ) -> Option<Self> {
-        let Attention { num_rows, max_seqs, num_q_heads, .. } = problem.forward;
+        let Attention { num_rows, max_seqs, num_q_heads, q, score, .. } = problem.forward;
         let start = problem.workspace.as_ref()?.data;
         let options = LayoutOptions {
             range_keys: (!problem.forward.queries.key_ranges.is_none()).then_some(problem.num_keys),
-            has_bias: problem.forward.score.bias.is_some(),
+            bias_bytes: score.bias.map(|bias| TmaBias::copied_bytes(&bias, q.dtype)),
         };
         Some(Self::new(start, queries, columns, [num_rows, max_seqs, num_q_heads], partial, options))
     }
@@ -220,19 +224,6 @@ impl WorkspaceLayout {
         })
     }
 
-    /// The launches for the gradient of a bias before and after the others.
-    fn dbias_launches<'p>(&self, problem: &'p FlashAttnVarlenBwd, device: Device) -> Result<[Option<Launch<'p>>; 2]> {
-        let Some(of) = &problem.forward.score.bias else { return Ok([None, None]) };
-        if !bias::main_kernel_stores_it(&problem.forward, of) {
-            let summing =
-                hopper_bias::dbias_launch(problem, of, device, [self.delta, self.lse_log2].map(<*mut u8>::cast))?;
-            return Ok([None, summing]);
-        }
-        let backward = BackwardParams::new(problem, &device, self.delta.cast())?;
-        let parameter = Parameter::Bias(Rc::new(bias::params(problem, of, &backward, &device)?));
-        bias::launches(problem, &device, &parameter)
-    }
-
     /// The launch configuration of `hopper_bwd_prepare`.
     pub(super) fn prepare_config(problem: &FlashAttnVarlenBwd) -> LaunchConfig {
         let forward = &problem.forward;
@@ -292,12 +283,13 @@ impl HopperBackward {
         let dim = forward.head_dim.max(forward.value_dim);
         let logits = logits_transform(forward)?;
         let tile = HOPPER_BWD.iter().find(|tile| tile.head_dim as usize >= dim && tile.logits == logits)?;
-        if forward.score.bias.is_some_and(|bias| !hopper_bias::supports(problem, &bias, tile.queries)) {
-            return None;
-        }
         let config_with = |partial| {
             let layout = WorkspaceLayout::of(problem, tile.queries, tile.head_dim, partial)?;
-            let config = Self { tile, layout };
+            let bias = match &forward.score.bias {
+                Some(bias) => Some(hopper_bias::of(problem, bias, layout.copied_bias)?),
+                None => None,
+            };
+            let config = Self { tile, layout, bias };
             layout.supports(problem, device, tile.queries, &config.tensor_maps(problem)).then_some(config)
         };
         // Programs that were exported before heads were split, and calls with more keys than queries, may have too little
@@ -308,7 +300,7 @@ impl HopperBackward {
 
     /// The launches, in order.
     fn launches<'p>(self, problem: &'p FlashAttnVarlenBwd, device: Device) -> Result<Vec<Launch<'p>>> {
-        let layout = self.layout;
+        let (layout, loaded_bias) = (self.layout, self.bias);
         let prepare = WorkspaceLayout::prepare_config(problem);
         let tiles = max_tiles(problem, KEYS) << layout.log2_head_splits;
         let main = layout.main_config(problem, &device, tiles, self.tile.shared_bytes);
@@ -319,25 +311,26 @@ impl HopperBackward {
         before.extend(layout.key_ranges.map(plan_ranges));
         let queries = self.tile.queries;
         let params = move || layout.params(problem, &device, &self.tensor_maps(problem));
-        let parameter = match (layout.key_ranges, &problem.forward.score.bias) {
+        let parameter = match (layout.key_ranges, loaded_bias) {
             (Some(ranges), _) => {
                 Parameter::HopperKeyRanges(defer_params(move || Ok(ranges.params(problem, &params()?))))
             }
             (_, Some(bias)) => {
-                let make = move || hopper_bias::params(problem, bias, queries, &params()?);
+                let make = move || hopper_bias::params(problem, &bias, queries, &params()?);
                 Parameter::HopperBias(defer_params(make))
             }
             _ => Parameter::Hopper(defer_params(params)),
         };
-        let [clearing, summing] = layout.dbias_launches(problem, device)?;
-        let mut launches = Vec::from_iter(clearing);
+        let row_stats = [layout.delta, layout.lse_log2].map(<*mut u8>::cast);
+        let of_bias = loaded_bias.map(|bias| hopper_bias::launches(problem, &bias, device, row_stats));
+        let [mut launches, after] = of_bias.transpose()?.unwrap_or_default();
         launches.extend(build_launches(problem, &before, ("hopper_bwd", main, &values[..]), &parameter)?);
         launches.extend(head_splits::combine(
             problem,
             layout.log2_head_splits,
             [layout.partial_dk, layout.partial_dv],
         )?);
-        launches.extend(summing);
+        launches.extend(after);
         Ok(launches)
     }
 

@@ -6,49 +6,73 @@ use super::tensor_maps::TensorMapConfig;
 use super::{Launch, Parameter, bias};
 use crate::cuda::device::Device;
 use crate::cuda::params::attention_bwd::BackwardParams;
-use crate::cuda::params::bias::BiasSource;
+use crate::cuda::params::bias::{BiasBackwardParams, BiasSource};
 use crate::cuda::params::hopper_bwd::{HopperBackwardParams, HopperBiasBackwardParams, HopperDbiasParams};
 use crate::cuda::tensor_map::TensorMap;
 use crate::cuda::tiles::{HOPPER_BWD_DBIAS, HopperBwdDbiasTile};
+use crate::cuda::tma_bias::TmaBias;
 use crate::cuda::variants;
 use crate::error::{Error, Result};
 use crate::problem::attention::Bias;
 use crate::problem::flash_attn_varlen_bwd::FlashAttnVarlenBwd;
 use crate::tensor::{DType, Tensor};
+use std::rc::Rc;
 
 /// The gradient that `hopper_bwd` stores, if the call asks for one that it does.
-fn stored_dbias<'p>(problem: &FlashAttnVarlenBwd<'p>, bias: &Bias) -> Option<Tensor<'p>> {
-    problem.dbias.filter(|_| bias::main_kernel_stores_it(&problem.forward, bias))
+fn stored_dbias<'p>(problem: &FlashAttnVarlenBwd<'p>) -> Option<Tensor<'p>> {
+    let bias = problem.forward.score.bias?;
+    problem.dbias.filter(|_| bias::main_kernel_stores_it(&problem.forward, &bias))
 }
 
-/// Whether the kernels take the call's bias and gradient: of q's dtype, and in rows that TMA supports.
-pub(super) fn supports(problem: &FlashAttnVarlenBwd, bias: &Bias, queries: u32) -> bool {
-    let dtype = problem.forward.q.dtype;
-    let supports = |data| bias.supports_tma(dtype, data, i64::from(queries));
-    supports(bias.data.cast())
-        && stored_dbias(problem, bias).is_none_or(|dbias| dbias.dtype == dtype && supports(dbias.data))
+/// The call's bias, or its copy at `copy`, if the kernels take it and the gradient that `hopper_bwd` stores: of q's dtype, and such
+/// that TMA supports them.
+pub(super) fn of(problem: &FlashAttnVarlenBwd, bias: &Bias, copy: *mut u8) -> Option<TmaBias> {
+    let loaded = TmaBias::new(bias, problem.forward.q.dtype, Some(copy))?;
+    stored_dbias(problem).is_none_or(|dbias| loaded.supports_gradient(&dbias)).then_some(loaded)
 }
 
 /// The parameter of `hopper_bwd_*_bias`.
 pub(super) fn params(
     problem: &FlashAttnVarlenBwd,
-    bias: &Bias,
+    loaded: &TmaBias,
     queries: u32,
     common: &HopperBackwardParams,
 ) -> Result<HopperBiasBackwardParams> {
-    let dtype = problem.forward.q.dtype;
-    let BiasSource { seq_matrices, head_matrices, .. } = BiasSource::new(bias, dtype.size())?;
-    let encode = |data| bias.tensor_map(dtype, data, i64::from(queries));
-    let stored = stored_dbias(problem, bias);
+    let bias = &loaded.bias;
+    let BiasSource { seq_matrices, head_matrices, .. } = BiasSource::new(bias, bias.dtype.size())?;
+    let encode = |data| bias.tensor_map(data, i64::from(queries));
+    let stored = stored_dbias(problem);
     Ok(HopperBiasBackwardParams {
         common: *common,
-        bias: encode(bias.data.cast())?,
-        dbias: stored.map_or(Ok(TensorMap::NONE), |dbias| encode(dbias.data))?,
+        bias: encode(bias.data)?,
+        dbias: stored.map_or(Ok(TensorMap::NONE), |dbias| encode(loaded.gradient_place(&dbias)))?,
         seq_matrices,
         head_matrices,
         stores_dbias: i32::from(stored.is_some()),
         reserved: 0,
     })
+}
+
+/// The launches that a bias takes before and after the others: `hopper_bwd_prepare` stores `delta` and the lse in base 2.
+pub(super) fn launches<'p>(
+    problem: &'p FlashAttnVarlenBwd,
+    loaded: &TmaBias,
+    device: Device,
+    [delta, lse_log2]: [*mut f32; 2],
+) -> Result<[Vec<Launch<'p>>; 2]> {
+    let mut before = Vec::from_iter(loaded.copy_launch(Parameter::CopyRows)?);
+    let Some(dbias) = stored_dbias(problem) else {
+        let summing = dbias_launch(problem, loaded.bias, device, [delta, lse_log2])?;
+        return Ok([before, Vec::from_iter(summing)]);
+    };
+    let backward = BackwardParams::new(problem, &device, delta)?;
+    let params = BiasBackwardParams {
+        dbias: loaded.gradient_place(&dbias).cast(),
+        ..bias::params(problem, &loaded.bias, &backward, &device)?
+    };
+    let [clearing, _] = bias::launches(problem, &device, &Parameter::Bias(Rc::new(params)))?;
+    before.extend(clearing);
+    Ok([before, Vec::from_iter(loaded.gradient_launch(&dbias, Parameter::CopyRows)?)])
 }
 
 const DBIAS_KERNEL: &str = "hopper_bwd_dbias";
@@ -59,13 +83,13 @@ const ATOM_COLUMNS: i64 = 64;
 
 /// The launch that computes the gradient of a bias that sequences or heads share, after `hopper_bwd_prepare`, which stores
 /// `delta` and the lse in base 2.
-pub(super) fn dbias_launch<'p>(
+fn dbias_launch<'p>(
     problem: &'p FlashAttnVarlenBwd,
-    bias: &'p Bias,
+    loaded: Bias,
     device: Device,
     [delta, lse_log2]: [*mut f32; 2],
 ) -> Result<Option<Launch<'p>>> {
-    let Some(dbias) = problem.dbias else { return Ok(None) };
+    let (Some(dbias), Some(bias)) = (problem.dbias, problem.forward.score.bias) else { return Ok(None) };
     let dim = problem.forward.head_dim.max(problem.forward.value_dim);
     let tile: &HopperBwdDbiasTile = HOPPER_BWD_DBIAS
         .iter()
@@ -84,7 +108,7 @@ pub(super) fn dbias_launch<'p>(
             k: encode(k)?,
             v: encode(v)?,
             dout: encode(dout)?,
-            bias: bias.tensor_map(dtype, bias.data.cast(), DBIAS_TILE)?,
+            bias: loaded.tensor_map(loaded.data, DBIAS_TILE)?,
             lse_log2,
             dbias: dbias.data.cast(),
             seqs: bias.seqs as i32,

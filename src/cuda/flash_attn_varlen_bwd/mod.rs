@@ -21,7 +21,7 @@ use super::kernel_launch;
 use super::params::attention::AttentionParams;
 use super::params::attention_bwd::BackwardParams;
 use super::params::attention_bwd_sinks::SINKS_THREADS;
-use super::params::bias::BiasBackwardParams;
+use super::params::bias::{BiasBackwardParams, CopyRowsParams};
 use super::params::hopper_bwd::{
     CombineGradientsParams, HopperBackwardParams, HopperBiasBackwardParams, HopperDbiasParams,
     HopperKeyRangeBackwardParams, HopperWideBackwardParams,
@@ -73,6 +73,7 @@ enum Parameter<'p> {
     Portable(Rc<BackwardParams>),
     KeyRanges(Rc<KeyRangeBackwardParams>),
     Bias(Rc<BiasBackwardParams>),
+    CopyRows(CopyRowsParams),
     Hopper(Rc<DeferredParams<'p, HopperBackwardParams>>),
     HopperBias(Rc<DeferredParams<'p, HopperBiasBackwardParams>>),
     HopperDbias(Rc<DeferredParams<'p, HopperDbiasParams>>),
@@ -87,6 +88,7 @@ impl kernel_launch::Parameter for Parameter<'_> {
             Self::Portable(params) => params.pass(enqueue),
             Self::KeyRanges(params) => params.pass(enqueue),
             Self::Bias(params) => params.pass(enqueue),
+            Self::CopyRows(params) => params.pass(enqueue),
             Self::Hopper(params) => params.as_ref().as_ref().map_err(Clone::clone)?.pass(enqueue),
             Self::HopperBias(params) => params.as_ref().as_ref().map_err(Clone::clone)?.pass(enqueue),
             Self::HopperDbias(params) => params.as_ref().as_ref().map_err(Clone::clone)?.pass(enqueue),

@@ -51,3 +51,21 @@ pub struct BiasBackwardParams {
     pub tiles_per_cta: i32,
     pub reserved: i32,
 }
+
+/// Threads of `copy_bias_rows`, and the rows of a CTA, one per warp.
+pub const COPY_ROWS_THREADS: i32 = 256;
+pub const COPY_ROWS_PER_CTA: i32 = 8;
+
+/// The parameter of `copy_bias_rows`: `rows` rows of 16-bit elements, which begin `from_pitch` and `to_pitch` elements after each
+/// other. Columns from `columns` up to `width` are stored as zeros; there is room for them.
+#[derive(Clone, Copy)]
+#[repr(C)]
+pub struct CopyRowsParams {
+    pub from: *const u16,
+    pub to: *mut u16,
+    pub rows: i64,
+    pub from_pitch: i64,
+    pub to_pitch: i64,
+    pub columns: i32,
+    pub width: i32,
+}

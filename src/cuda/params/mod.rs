@@ -48,6 +48,7 @@ kernel_params!(
     attention_bwd::BackwardParams,
     bias::BiasBackwardParams,
     bias::BiasParams,
+    bias::CopyRowsParams,
     cache_rows::CacheUpdateParams,
     clear_tile_counter::ClearTileCounterParams,
     gather_kv_cache::GatherParams,

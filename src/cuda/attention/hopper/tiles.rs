@@ -1,5 +1,6 @@
 //! The tile shapes of Hopper's prefill kernels, and which calls they fit.
 
+use super::super::loaded_bias::loaded_bias;
 use super::super::tiles::transforms_logits;
 use crate::cuda::tiles::HopperPrefillTile;
 use crate::problem::attention::{Attention, KeyStorage};
@@ -68,10 +69,9 @@ impl HopperPrefillTile {
             && (!has_ranges || matches!(problem.keys.storage, KeyStorage::Contiguous { .. }))
     }
 
-    /// Whether TMA takes the call's bias, and keys are packed.
-    fn takes_bias(&self, problem: &Attention) -> bool {
-        let KeyStorage::Contiguous { .. } = problem.keys.storage else { return false };
-        problem.score.bias.is_some_and(|bias| bias.supports_tma(problem.q.dtype, bias.data.cast(), self.rows()))
+    /// Whether TMA loads the call's bias or a copy of it, and keys are packed.
+    fn takes_bias(problem: &Attention) -> bool {
+        matches!(problem.keys.storage, KeyStorage::Contiguous { .. }) && loaded_bias(problem).is_some()
     }
 
     fn is_for_clusters(&self) -> bool {
@@ -178,7 +178,7 @@ impl HopperPrefillTile {
         let has_bias = self.logits == "bias";
         problem.kv_dtype == dtype
             && has_bias == score.bias.is_some()
-            && (!has_bias || self.takes_bias(problem))
+            && (!has_bias || Self::takes_bias(problem))
             && self.bytes == bytes
             && self.has_columns(problem)
             && transforms

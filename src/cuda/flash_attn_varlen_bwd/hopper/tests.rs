@@ -2,9 +2,9 @@
 
 use super::*;
 use crate::cuda::attention::tests::{device, problem};
-use crate::problem::KvView;
 use crate::problem::attention::{Alibi, Bias, KeyRanges};
 use crate::problem::workspace::{AttentionSizes, head_splits};
+use crate::problem::{KvView, Op};
 use crate::tensor::{DType, Tensor};
 use std::ptr::{dangling, null, null_mut};
 
@@ -61,7 +61,8 @@ fn the_kernels_take_what_they_are_built_for() {
     let takes_bias = |bias| with(&|forward| forward.score.bias = Some(bias));
     assert!(takes_bias(bias));
     assert!(takes_bias(Bias { seqs: 7, heads: 4, rows: 10, ..bias }));
-    assert!(!takes_bias(Bias { keys: 17, ..bias }));
+    assert!(takes_bias(Bias { keys: 17, ..bias }));
+    assert!(!takes_bias(Bias { keys: 400_001, ..bias }));
     assert!(!takes_bias(Bias { rows: 0, ..bias }));
     assert!(!takes_bias(Bias { dtype: DType::F32, ..bias }));
     let capped_bias =
@@ -88,6 +89,29 @@ fn the_kernels_take_what_they_are_built_for() {
     let wide = |tensor| Tensor { dtype: DType::F32, ..tensor };
     let FlashAttnVarlenBwd { dq, dk, dv, .. } = gradients(128);
     assert!(takes(&FlashAttnVarlenBwd { dq: wide(dq), dk: wide(dk), dv: wide(dv), ..gradients(128) }));
+}
+
+#[test]
+fn a_bias_whose_rows_tma_does_not_load_is_copied() {
+    let kernels = |keys, seqs, dtype| {
+        let mut problem = gradients(128);
+        let bias = Bias { data: null(), dtype: DType::BF16, seqs, heads: 4, rows: 9, keys };
+        problem.forward.score.bias = Some(bias);
+        problem.dbias = Some(Tensor::dense(dtype, null_mut(), &[]));
+        let launches = HopperBackward::of(&problem, &device(true)).map(|of| of.launches(&problem, device(true)));
+        let launches = launches.transpose().expect("there are kernels").unwrap_or_default();
+        launches.iter().map(|launch| launch.kernel).collect::<Vec<_>>()
+    };
+    let (copy, both) = ("copy_bias_rows", ["hopper_bwd_prepare", "hopper_bwd"]);
+    let stored = [copy, "attention_bwd_dbias_clear", both[0], both[1], copy];
+    assert_eq!(kernels(17, 7, DType::BF16), stored);
+    assert_eq!(kernels(16, 7, DType::BF16), stored[1..4]);
+    assert_eq!(kernels(17, 7, DType::F32), [""; 0]);
+    for dtype in [DType::BF16, DType::F32] {
+        let summed = [copy, both[0], both[1], "hopper_bwd_dbias"];
+        assert_eq!(kernels(20, 1, dtype), summed);
+        assert_eq!(kernels(24, 1, dtype), summed[1..]);
+    }
 }
 
 #[test]
@@ -165,26 +189,32 @@ fn what_the_front_ends_allocate_is_enough() {
         for (rows, seqs, heads) in [(1, 1, 1), (17, 5, 3), (4096, 1, 16), (16384, 4, 16), (100, 4000, 2), (77, 0, 8)] {
             for dtype in [DType::F16, DType::BF16] {
                 let dim = i64::from(dim);
-                let wanted = AttentionSizes {
+                let sizes = AttentionSizes {
                     num_q_heads: heads as i64,
                     num_kv_heads: 1,
                     head_dim: dim,
                     value_dim: dim - 8,
                     dtype,
                     batch_invariant: false,
-                }
-                .gradients_workspace();
+                };
+                let wanted = sizes.gradients_workspace();
                 let allocated = wanted.fixed + wanted.per_row * rows as i64 + wanted.per_sequence * seqs as i64;
                 for start in [0x1000, 0x1001, 0x107f] {
                     let partial = if columns == 0 { PartialGradients::NONE } else { partial_gradients(rows, heads) };
-                    let sizes = [rows, seqs, heads];
+                    let counts = [rows, seqs, heads];
                     let place =
-                        |options| WorkspaceLayout::new(start as *mut u8, queries, columns, sizes, partial, options);
+                        |options| WorkspaceLayout::new(start as *mut u8, queries, columns, counts, partial, options);
                     let layout = place(LayoutOptions::default());
-                    let with_bias = LayoutOptions { has_bias: true, ..LayoutOptions::default() };
+                    let with_bias = LayoutOptions { bias_bytes: Some(0), ..LayoutOptions::default() };
+                    let copied = Bias { data: null(), dtype, seqs, heads, rows, keys: 1001 };
+                    let bytes = Some(TmaBias::copied_bytes(&copied, dtype));
+                    let with_copied_bias = LayoutOptions { bias_bytes: bytes, ..LayoutOptions::default() };
+                    let of_copy = sizes.bias_workspace(Op::FlashAttnVarlenBwd, 1001);
+                    let copy_bytes = of_copy.fixed + of_copy.per_bias_row * (seqs * heads * rows) as i64;
                     let with_ranges = |keys| LayoutOptions { range_keys: Some(keys), ..LayoutOptions::default() };
                     if columns > 0 {
                         assert!(place(with_bias).bytes as i64 <= allocated, "{rows} rows, {seqs} sequences");
+                        assert!(place(with_copied_bias).bytes as i64 <= allocated + copy_bytes);
                         assert!(place(with_ranges(rows)).bytes as i64 <= allocated, "{rows} rows, {seqs} sequences");
                         assert!(place(with_ranges(20 * rows)).bytes as i64 <= allocated);
                     }
