@@ -15,7 +15,7 @@ use crate::panic_boundary::catch_panic;
 #[cfg(feature = "cuda")]
 use crate::pjrt_proxy::{self, wrap};
 use crate::pool::RayonPool;
-use crate::problem::workspace::AttentionSizes;
+use crate::problem::workspace::{AttentionSizes, BiasSizes};
 use crate::problem::{self, Attribute, AttributeKind, Op};
 use crate::stream::Stream;
 use crate::tensor::{DType, Tensor};
@@ -367,7 +367,8 @@ pub unsafe extern "C" fn xa_workspace(
 /// What a bias of q's type of `num_keys` keys per row (Sk) adds to that size in a call without a soft cap and ALiBi: `c[0] + c[1] * R`
 /// bytes for R rows of the bias, Sq for each of its sequences and heads. Both are 0 where no kernel copies the bias.
 ///
-/// The other parameters are those of [`xa_workspace`].
+/// `is_shared` is whether sequences or heads share it, `is_masked` whether the call has a causal mask or a window; the other
+/// parameters are those of [`xa_workspace`].
 ///
 /// # Safety
 /// `c` has room for two numbers.
@@ -379,12 +380,15 @@ pub unsafe extern "C" fn xa_bias_workspace(
     dtype: i32,
     batch_invariant: bool,
     num_keys: i64,
+    is_shared: bool,
+    is_masked: bool,
     c: *mut [i64; 2],
 ) {
     let coefficients = or_failure([0; 2], || {
         let (num_q_heads, num_kv_heads, dtype) = (1, 1, DType(dtype));
         let sizes = AttentionSizes { num_q_heads, num_kv_heads, head_dim, value_dim, dtype, batch_invariant };
-        let size = Op::from_number(op).map(|op| sizes.bias_workspace(op, num_keys));
+        let bias = BiasSizes { keys: num_keys, is_shared, is_masked };
+        let size = Op::from_number(op).map(|op| sizes.bias_workspace(op, bias));
         size.map_or([0; 2], |size| [size.fixed, size.per_bias_row])
     });
     // SAFETY: the caller guarantees that `c` has room for two numbers.

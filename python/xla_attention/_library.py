@@ -153,7 +153,7 @@ def library() -> ctypes.CDLL:
     bias_coefficients = ctypes.POINTER(ctypes.c_int64 * 2)
     sizes = [ctypes.c_int64] * 2
     lib.xa_bias_workspace.argtypes = [
-        *(ctypes.c_int32, *sizes, ctypes.c_int32, ctypes.c_bool, ctypes.c_int64),
+        *(ctypes.c_int32, *sizes, ctypes.c_int32, ctypes.c_bool, ctypes.c_int64, ctypes.c_bool, ctypes.c_bool),
         bias_coefficients,
     ]
     lib.xa_bias_workspace.restype = None
@@ -337,6 +337,13 @@ def check(
     Request(target, operands, results, attributes).run(Action.CHECK)
 
 
+class CopiedBias(NamedTuple):
+    """A bias that kernels may copy to the workspace of a call."""
+
+    shape: tuple[Any, ...]  # [B or 1, Hq or 1, Sq, Sk], may be symbolic
+    is_masked: bool  # whether the call has a causal mask or a window
+
+
 def workspace(
     target: str,
     q_heads: int,
@@ -347,20 +354,22 @@ def workspace(
     batch_invariant: bool,
     rows: Any,  # noqa: ANN401
     sequences: Any,  # noqa: ANN401
-    bias: Sequence[Any] | None = None,
+    bias: CopiedBias | None = None,
 ) -> Any:  # noqa: ANN401
     """The workspace size of an attention call or its gradients, in bytes.
 
-    `rows` of the query, `sequences` and the shape of the `bias` (`copied_bias`) may be symbolic; `batch_invariant` is
-    ignored for the gradients. There is no room for a copy of a bias with a symbolic number of keys.
+    `rows` of the query, `sequences` and the shape of the `bias` may be symbolic; `batch_invariant` is ignored for the
+    gradients. There is no room for a copy of a bias with a symbolic number of keys.
     """
     static = (target, q_heads, kv_heads, head_dim, value_dim, dtype, batch_invariant)
     constant, per_row, per_sequence = _workspace_coefficients(*static)
     size = constant + per_row * rows + per_sequence * sequences
-    if bias is not None and isinstance(bias[3], int):
-        fixed, per_bias_row = _bias_coefficients(target, head_dim, value_dim, dtype, batch_invariant, bias[3])
+    if bias is not None and isinstance(bias.shape[3], int):
+        is_shared = not (bias.shape[0] == sequences and bias.shape[1] == q_heads)
+        static = (target, head_dim, value_dim, dtype, batch_invariant)
+        fixed, per_bias_row = _bias_coefficients(*static, bias.shape[3], is_shared, bias.is_masked)
         if per_bias_row > 0:
-            size += fixed + per_bias_row * (bias[0] * bias[1] * bias[2])
+            size += fixed + per_bias_row * (bias.shape[0] * bias.shape[1] * bias.shape[2])
     return size
 
 
@@ -369,11 +378,13 @@ def copied_bias(
     query_dtype: Any,  # noqa: ANN401
     softcap: float,
     alibi_slopes: Any,  # noqa: ANN401
-) -> tuple[Any, ...] | None:
-    """The shape of a bias that kernels may copy to the workspace of a call; None without one."""
+    causal: bool,
+    windows: tuple[int, int],
+) -> CopiedBias | None:
+    """What `workspace` needs to know of a call's bias; None without one, and if no kernel copies it."""
     if bias is None or bias.ndim != 4 or bias.dtype != query_dtype or softcap > 0 or alibi_slopes is not None:
         return None
-    return tuple(bias.shape)
+    return CopiedBias(tuple(bias.shape), bool(causal) or max(windows) >= 0)
 
 
 @functools.lru_cache(maxsize=1024)
@@ -400,9 +411,11 @@ def _bias_coefficients(
     dtype: Any,  # noqa: ANN401
     batch_invariant: bool,
     keys: int,
+    is_shared: bool,
+    is_masked: bool,
 ) -> tuple[int, int]:
     coefficients, lib = (ctypes.c_int64 * 2)(), library()
-    sizes = (head_dim, value_dim, _dtype_number(dtype), batch_invariant, keys)
+    sizes = (head_dim, value_dim, _dtype_number(dtype), batch_invariant, keys, is_shared, is_masked)
     lib.xa_bias_workspace(lib.xa_op(target.encode()), *sizes, ctypes.byref(coefficients))
     return tuple(coefficients)
 

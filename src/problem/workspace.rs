@@ -49,6 +49,23 @@ pub struct BiasWorkspaceSize {
     pub per_bias_row: i64,
 }
 
+/// What of a bias of q's type decides whether a kernel copies it.
+#[derive(Clone, Copy, Debug)]
+pub struct BiasSizes {
+    /// Keys per row, Sk.
+    pub keys: i64,
+    /// Whether sequences or heads share it.
+    pub is_shared: bool,
+    /// Whether the call has a causal mask or a window.
+    pub is_masked: bool,
+}
+
+/// Whether a forward call with up to `columns` columns per head copies a bias for the kernel that loads it. A copy of each pair's own
+/// takes as long as that kernel gains at D 64, and at D 128 under a causal mask, which hides half of the pairs.
+pub(crate) fn forward_copies_bias(columns: i64, is_shared: bool, is_masked: bool) -> bool {
+    is_shared || columns > 128 || (columns > 64 && !is_masked)
+}
+
 /// The static values of an attention call on which its workspace size depends.
 #[derive(Clone, Copy, Debug)]
 pub struct AttentionSizes {
@@ -89,33 +106,34 @@ impl AttentionSizes {
         }
     }
 
-    /// What a bias `[B or 1, Hq or 1, Sq, keys]` of q's type adds to the size for a call of `op` without a soft cap and `ALiBi`.
-    /// Kernels on Hopper load it by TMA, in rows of a multiple of 16 bytes; a bias of other rows is copied to such rows in the
-    /// workspace.
+    /// What a bias of q's type adds to the size for a call of `op` without a soft cap and `ALiBi`. Kernels on Hopper load it by TMA,
+    /// in rows of a multiple of 16 bytes; a bias of other rows is copied to such rows in the workspace, if that is worth it.
     ///
     /// ```
-    /// use xla_attention::ops::workspace::AttentionSizes;
+    /// use xla_attention::ops::workspace::{AttentionSizes, BiasSizes};
     /// use xla_attention::{DType, Op};
     ///
     /// let (num_q_heads, num_kv_heads, head_dim, value_dim) = (12, 12, 64, 64);
     /// let dtype = DType::BF16;
     /// let sizes = AttentionSizes { num_q_heads, num_kv_heads, head_dim, value_dim, dtype, batch_invariant: false };
-    /// assert_eq!(sizes.bias_workspace(Op::FlashAttnVarlen, 197).per_bias_row, 400);
-    /// assert_eq!(sizes.bias_workspace(Op::FlashAttnVarlen, 200).per_bias_row, 0);
+    /// let bias = BiasSizes { keys: 197, is_shared: true, is_masked: false };
+    /// assert_eq!(sizes.bias_workspace(Op::FlashAttnVarlen, bias).per_bias_row, 400);
+    /// assert_eq!(sizes.bias_workspace(Op::FlashAttnVarlen, BiasSizes { keys: 200, ..bias }).per_bias_row, 0);
     /// ```
     #[must_use]
-    pub fn bias_workspace(&self, op: Op, keys: i64) -> BiasWorkspaceSize {
+    pub fn bias_workspace(&self, op: Op, bias: BiasSizes) -> BiasWorkspaceSize {
         /// Elements of 16 bytes.
         const CHUNK: i64 = 8;
         /// What the alignment of the copy, and the tile counter before it, take at most.
         const FIXED: i64 = 256;
-        let max_dim = match op {
-            Op::FlashAttnVarlen if !self.batch_invariant => 256,
+        let BiasSizes { keys, is_shared, is_masked } = bias;
+        let columns = self.head_dim.max(self.value_dim);
+        let max_columns = match op {
+            Op::FlashAttnVarlen if !self.batch_invariant && forward_copies_bias(columns, is_shared, is_masked) => 256,
             Op::FlashAttnVarlenBwd => 128,
             _ => 0,
         };
-        let columns = self.head_dim.max(self.value_dim);
-        if self.dtype.size() != 2 || !(1..=max_dim).contains(&columns) || keys < 1 || keys % CHUNK == 0 {
+        if self.dtype.size() != 2 || !(1..=max_columns).contains(&columns) || keys < 1 || keys % CHUNK == 0 {
             return BiasWorkspaceSize { fixed: 0, per_bias_row: 0 };
         }
         let chunks = keys / CHUNK + 1;

@@ -234,7 +234,7 @@ fn dbias_changes_no_other_gradient() {
 
 #[cfg(feature = "cuda")]
 mod on_their_own_gpu {
-    use super::{AttentionCase, BF16, BatchSpec, BiasForm, F16, MemoryLayout};
+    use super::{AttentionCase, BF16, BatchSpec, BiasForm, F16, Mask, MemoryLayout};
     use crate::support::device::{BufferPadding, Gpu};
     use crate::support::log_capture::{assert_logged, log};
 
@@ -256,7 +256,8 @@ mod on_their_own_gpu {
         }
         // Rows of 501 keys are copied, each by a warp of eight: 299 of four heads and of three sequences, of which two are empty.
         let (dtypes, lengths, bias) = (BF16.into(), vec![(299, 501)], Some(BiasForm::OWN));
-        let spec = BatchSpec { dtypes, heads: (4, 2), head_dim: 64, lengths, bias, ..BatchSpec::default() };
+        let base = BatchSpec { mask: Mask::FULL, heads: (4, 2), head_dim: 128, ..BatchSpec::default() };
+        let spec = BatchSpec { dtypes, lengths, bias, ..base };
         let layout = MemoryLayout { workspace: Some(4_000_001), ..MemoryLayout::contiguous() };
         let call = AttentionCase::flash(&spec.batch(), &layout).invocation();
         call.run_on_gpu(&gpu, BufferPadding::Redzones, 0).unwrap();

@@ -285,7 +285,8 @@ mod on_their_own_gpu {
             runs_kernel(&shared, &format!("hopper_bwd_dbias_bf16_{head_dim} with"));
         }
         // Rows of 301 keys are copied, each by a warp of eight; the batch has two empty sequences more.
-        for (rows, form, head_dim, copied) in [(160, BiasForm::OWN, 96, 3 * 2 * 160), (200, BiasForm::SHARED, 64, 200)] {
+        for (rows, form, head_dim, copied) in [(160, BiasForm::OWN, 96, 3 * 2 * 160), (200, BiasForm::SHARED, 64, 200)]
+        {
             let odd = BatchSpec { head_dim, lengths: vec![(rows, 301)], bias: Some(form), ..base.clone() };
             runs_kernel(&odd, &format!("copy_bias_rows with LaunchConfig {{ grid: [{}, 1, 1]", copied / 8));
         }

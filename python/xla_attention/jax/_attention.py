@@ -27,12 +27,11 @@ def with_workspace(
     kv_heads: int,
     num_seqs: Any,  # noqa: ANN401
     after_workspace: Sequence[jax.ShapeDtypeStruct | None] = (),
-    bias: Sequence[Any] | None = None,
+    bias: _library.CopiedBias | None = None,
 ) -> list[Array]:
     """Emit an attention call with a workspace after `results`; returns the other results that are not None.
 
-    ``operands[0]`` is ``[T, Hq, D]``, ``results[0]`` ``[T, Hq, Dv]``; T and `num_seqs` may be symbolic. `bias` is
-    `_library.copied_bias`.
+    ``operands[0]`` is ``[T, Hq, D]``, ``results[0]`` ``[T, Hq, Dv]``; T and `num_seqs` may be symbolic.
 
     The CPU does not use the workspace, but a call is traced before its platform is known. There XLA reserves the memory
     and nothing touches it, which costs neither time nor resident memory. Platform-dependent lowering would avoid it,

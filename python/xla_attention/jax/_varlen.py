@@ -48,8 +48,9 @@ def packed(operands: Operands) -> Operands:
     return operands._replace(q=q, k=k, v=v, cu_seqlens_q=starts_q, cu_seqlens_k=starts_k, **per_sequence)
 
 
-def _copied_bias(options: Options, operands: Operands) -> tuple | None:
-    return _library.copied_bias(operands.bias, operands.q.dtype, options.softcap, operands.alibi_slopes)
+def _copied_bias(options: Options, operands: Operands) -> _library.CopiedBias | None:
+    mask = options.causal, (options.window_left, options.window_right)
+    return _library.copied_bias(operands.bias, operands.q.dtype, options.softcap, operands.alibi_slopes, *mask)
 
 
 def _forward_ffi_call(options: Options, operands: Operands) -> tuple[Array, Array]:

@@ -32,7 +32,7 @@ class Workspace(NamedTuple):
     batch_invariant: bool  # ignored for the gradients
     rows: int
     sequences: int
-    bias: Sequence[int] | None = None  # `_library.copied_bias`
+    bias: _library.CopiedBias | None = None
 
     def result(self, target: str) -> Result | None:
         """The workspace as a result; None where the target needs none."""

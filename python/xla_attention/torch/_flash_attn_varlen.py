@@ -219,7 +219,8 @@ def _lower(
         heads = k.shape[-2] // 2 if kv_layout == "interleaved" else k.shape[-2]
         dims = (q.shape[2], value_dim)
         rows = (q.shape[0], cu_seqlens_q.shape[0] - 1)
-        copied = copied_bias(bias, q.dtype, softcap, alibi_slopes)
+        mask = is_causal, (window_left, window_right)
+        copied = copied_bias(bias, q.dtype, softcap, alibi_slopes, *mask)
         workspace = Workspace(q.shape[1], heads, *dims, q.dtype, batch_invariant, *rows, copied)
     return Call(
         _OPERATOR.target,

@@ -138,7 +138,8 @@ def _lower(
     workspace = None
     if q.dim() == k.dim() == v.dim() == 3 and cu_seqlens_q.dim() == 1:
         rows = (q.shape[0], cu_seqlens_q.shape[0] - 1)
-        copied = copied_bias(bias, q.dtype, softcap, alibi_slopes)
+        mask = is_causal, (window_left, window_right)
+        copied = copied_bias(bias, q.dtype, softcap, alibi_slopes, *mask)
         workspace = Workspace(q.shape[1], k.shape[1], q.shape[2], v.shape[2], q.dtype, False, *rows, copied)
     return Call(
         _OPERATOR.target,

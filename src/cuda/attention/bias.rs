@@ -105,9 +105,19 @@ mod tests {
     use super::*;
     use crate::problem::Op;
     use crate::problem::attention::Score;
-    use crate::problem::workspace::AttentionSizes;
+    use crate::problem::workspace::{AttentionSizes, BiasSizes};
     use crate::tensor::{DType, Tensor};
-    use std::ptr::null;
+    use std::ptr::{null, null_mut};
+
+    /// Those of [`ragged`].
+    const SIZES: AttentionSizes = AttentionSizes {
+        num_q_heads: 12,
+        num_kv_heads: 2,
+        head_dim: 128,
+        value_dim: 128,
+        dtype: DType::BF16,
+        batch_invariant: false,
+    };
 
     /// The problem with a bias that all heads share.
     fn biased(problem: &Attention<'static>, dtype: DType) -> Attention<'static> {
@@ -157,16 +167,12 @@ mod tests {
             launches.iter().map(|(name, ..)| *name).collect::<Vec<_>>()
         };
         let [copied, portable] = [vec!["copy_bias_rows", "hopper_bias_bf16_128"], vec!["attention_bias_bf16_128"]];
-        let sizes = AttentionSizes {
-            num_q_heads: 12,
-            num_kv_heads: 2,
-            head_dim: 128,
-            value_dim: 128,
-            dtype: DType::BF16,
-            batch_invariant: false,
+        let size = |keys: usize, is_shared, is_masked| {
+            let bias = BiasSizes { keys: keys as i64, is_shared, is_masked };
+            SIZES.bias_workspace(Op::FlashAttnVarlen, bias)
         };
         for (start, keys) in [0x1000, 0x1001, 0x107f].into_iter().flat_map(|start| [(start, 77), (start, 84)]) {
-            let size = sizes.bias_workspace(Op::FlashAttnVarlen, keys as i64);
+            let size = size(keys, true, false);
             let bytes = size.fixed + 64 * size.per_bias_row;
             assert_eq!(named(start, bytes, keys, DType::BF16), copied);
             assert_eq!(named(start, bytes - 256, keys, DType::BF16), portable);
@@ -174,7 +180,29 @@ mod tests {
         }
         assert_eq!(named(0x1000, 1 << 20, 80, DType::BF16), copied[1..]);
         assert_eq!(named(0x1000, 1 << 20, 0, DType::BF16), portable);
-        assert_eq!(sizes.bias_workspace(Op::FlashAttnVarlen, 80).per_bias_row, 0);
+        assert_eq!(size(80, true, false).per_bias_row, 0);
+    }
+
+    #[test]
+    fn a_bias_of_each_pairs_own_is_copied_past_128_columns_and_without_a_mask_past_64() {
+        for (dim, window_right, seqs) in
+            [64, 128, 256].into_iter().flat_map(|dim| [(dim, -1, 7), (dim, 0, 7), (dim, -1, 1), (dim, 0, 1)])
+        {
+            let workspace = Some(Tensor::dense(DType::U8, null_mut(), &[9_000_000]));
+            let plain = ragged();
+            let bias = Some(Bias { seqs, heads: 12, ..biased(&plain, DType::BF16).score.bias.expect("it has one") });
+            let score = Score { bias, window_right, ..plain.score };
+            let call = Attention { workspace, score, head_dim: dim, value_dim: dim, ..plain };
+            let is_copied = named_on(&call, &device(true))[0].0 == "copy_bias_rows";
+            assert_eq!(
+                is_copied,
+                dim > 128 || (dim > 64 && window_right < 0) || seqs == 1,
+                "{dim} {window_right} {seqs}"
+            );
+            let sizes = AttentionSizes { head_dim: dim as i64, value_dim: dim as i64, ..SIZES };
+            let bias = BiasSizes { keys: 77, is_shared: seqs == 1, is_masked: window_right >= 0 };
+            assert_eq!(is_copied, sizes.bias_workspace(Op::FlashAttnVarlen, bias).per_bias_row > 0);
+        }
     }
 
     #[test]

@@ -3,7 +3,7 @@
 use super::*;
 use crate::cuda::attention::tests::{device, problem};
 use crate::problem::attention::{Alibi, Bias, KeyRanges};
-use crate::problem::workspace::{AttentionSizes, head_splits};
+use crate::problem::workspace::{AttentionSizes, BiasSizes, head_splits};
 use crate::problem::{KvView, Op};
 use crate::tensor::{DType, Tensor};
 use std::ptr::{dangling, null, null_mut};
@@ -209,7 +209,8 @@ fn what_the_front_ends_allocate_is_enough() {
                     let copied = Bias { data: null(), dtype, seqs, heads, rows, keys: 1001 };
                     let bytes = Some(TmaBias::copied_bytes(&copied, dtype));
                     let with_copied_bias = LayoutOptions { bias_bytes: bytes, ..LayoutOptions::default() };
-                    let of_copy = sizes.bias_workspace(Op::FlashAttnVarlenBwd, 1001);
+                    let bias = BiasSizes { keys: 1001, is_shared: false, is_masked: true };
+                    let of_copy = sizes.bias_workspace(Op::FlashAttnVarlenBwd, bias);
                     let copy_bytes = of_copy.fixed + of_copy.per_bias_row * (seqs * heads * rows) as i64;
                     let with_ranges = |keys| LayoutOptions { range_keys: Some(keys), ..LayoutOptions::default() };
                     if columns > 0 {
