@@ -1,8 +1,8 @@
 // Copies the rows of a bias of 16-bit elements, or of its gradient, to rows of another pitch: to rows of whole chunks
 // of 16 bytes, as TMA needs them, and back. Rows may begin at any element on either side.
 //
-// A warp has a row. A lane stores a chunk of the destination from two chunks of the source, which it shifts; elements at
-// either end of a row are stored one by one:
+// A warp has a row. A lane stores a chunk of the destination from two chunks of the source, which it shifts; elements
+// at either end of a row are stored one by one:
 //
 //     source        |  row: 0 1 2 3 | 4 5 6 7 8 9 10 11 |  ...         aligned chunks, of which none is read outside
 //                          \_____________/                             of the operand

@@ -203,6 +203,24 @@ void xa_workspace(int32_t op,
                   bool batch_invariant,
                   int64_t (*c)[3]);
 
+// What a bias of q's type of `num_keys` keys per row (Sk) adds to that size in a call without a soft cap and ALiBi: `c[0] + c[1] * R`
+// bytes for R rows of the bias, Sq for each of its sequences and heads. Both are 0 where no kernel copies the bias.
+//
+// `is_shared` is whether sequences or heads share it, `is_masked` whether the call has a causal mask or a window; the other
+// parameters are those of `xa_workspace`.
+//
+// # Safety
+// `c` has room for two numbers.
+void xa_bias_workspace(int32_t op,
+                       int64_t head_dim,
+                       int64_t value_dim,
+                       int32_t dtype,
+                       bool batch_invariant,
+                       int64_t num_keys,
+                       bool is_shared,
+                       bool is_masked,
+                       int64_t (*c)[2]);
+
 // The contents of this build as JSON: `version`, `xla_ffi` (the version of `xa_targets`), `handler_sets` (all versions,
 // the oldest first), `cuda`, `cuda_archs` (the architectures of its kernels), `failpoints` (whether tests can make calls
 // fail; never in a library for users), `check` (debug check mode), `targets`, `operators` (the declarations of

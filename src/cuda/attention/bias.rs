@@ -191,7 +191,7 @@ mod tests {
             let workspace = Some(Tensor::dense(DType::U8, null_mut(), &[9_000_000]));
             let plain = ragged();
             let bias = Some(Bias { seqs, heads: 12, ..biased(&plain, DType::BF16).score.bias.expect("it has one") });
-            let score = Score { bias, window_right, ..plain.score };
+            let score = Score { window_right, bias, ..plain.score };
             let call = Attention { workspace, score, head_dim: dim, value_dim: dim, ..plain };
             let is_copied = named_on(&call, &device(true))[0].0 == "copy_bias_rows";
             assert_eq!(
