@@ -135,6 +135,11 @@ __device__ __forceinline__ void load_dbias_items(const HopperDbiasParams& params
     }
     ++count;
   };
+  // The leader loads when all lanes have seen the free stage, which could become full and free again before they look.
+  const auto wait_for_stage = [&] {
+    pipeline.empty(count).producer_wait();
+    __syncwarp();
+  };
   const int32_t live = live_sequences(forward), of_sequence = tile.matrix / params.heads;
   const int32_t first = params.seqs == 1 ? 0 : of_sequence, end = min(params.seqs == 1 ? live : first + 1, live);
   const int32_t heads = forward.num_kv_heads * forward.group;
@@ -155,18 +160,18 @@ __device__ __forceinline__ void load_dbias_items(const HopperDbiasParams& params
     const bool is_whole = queries == Shape::kRows && keys.common_begin <= tile.first_key && keys.common_end >= end_key;
 #pragma unroll 1
     for (int32_t head = first_head; head < end_head; ++head) {
-      pipeline.empty(count).producer_wait();
+      wait_for_stage();
       if (is_leader) {
         pipeline.item(count) = {sequence, head, is_whole};
         load(params.q, params.k, sequence, head);
       }
       count = __shfl_sync(~0u, count, 0);
-      pipeline.empty(count).producer_wait();
+      wait_for_stage();
       if (is_leader) load(params.dout, params.v, sequence, head);
       count = __shfl_sync(~0u, count, 0);
     }
   }
-  pipeline.empty(count).producer_wait();
+  wait_for_stage();
   if (is_leader) {
     pipeline.item(count).head = -1;
     pipeline.full(count).arrive();
