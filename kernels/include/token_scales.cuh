@@ -47,6 +47,7 @@ class TokenScales {
     const int32_t lane = Shape::kHoldsAddresses ? threadIdx.x % 32 : ptx::opaque(threadIdx.x % 32);
     const float* const from = Shape::kHoldsAddresses ? held_ : first_scale(lane);
     const uint32_t page = clamp(slot.page, 0, params_.attention.num_pages - 1), token = slot.offset;
+    // The host refuses strides of more than 32 bits.
     const uint32_t to = keys(stage) + 4 * (lane % kTokensPerLoad + lane / kTokensPerLoad * kKeys + offset);
     ptx::cp_async_4(to,
                     from + static_cast<uint64_t>(page) * low_half(params_.k_scales.page_stride) +

@@ -28,6 +28,12 @@ pub(super) fn check(problem: &Attention) -> Result {
         ensure((scales.data as usize).is_multiple_of(size_of::<f32>()), || {
             format!("kv_scale_cache lies at {:p}, expected a multiple of 4 bytes", scales.data)
         })?;
+        // Decode multiplies by the lower 32 bits of strides.
+        for stride in [scales.page_stride, scales.token_stride] {
+            ensure(u32::try_from(stride).is_ok(), || {
+                format!("kv_scale_cache has a stride of {stride} numbers; CUDA kernels take strides of 0 to 2^32 - 1")
+            })?;
+        }
     }
     Ok(())
 }
@@ -85,5 +91,10 @@ mod tests {
             assert!(check(&problem).is_err_and(|error| error.message.contains(name)), "{name}");
         }
         assert!(check(&plain).is_ok());
+        for stride in [-1, 1 << 32] {
+            let view = KvView { data: null_mut(), page_stride: stride, token_stride: 0, head_stride: 0 };
+            let strided = Attention { scale_cache: Some(KvScaleCache { k: view, v: view }), ..plain };
+            assert!(check(&strided).is_err_and(|error| error.message.contains("stride")), "{stride}");
+        }
     }
 }
