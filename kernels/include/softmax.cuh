@@ -10,7 +10,6 @@
 
 #include "params/attention.cuh"
 #include "ptx.cuh"
-#include "warp_products.cuh"
 #include "work_tile.cuh"
 
 namespace xa {
@@ -28,30 +27,33 @@ struct SoftmaxState {
   __device__ __forceinline__ SoftmaxState() {
 #pragma unroll
     for (int tile = 0; tile < kRowTiles; ++tile) {
+      max[tile][0] = max[tile][kHalves - 1] = -INFINITY;
+      sum[tile][0] = sum[tile][kHalves - 1] = 0.0f;
 #pragma unroll
-      for (int half = 0; half < kHalves; ++half) {
-        max[tile][half] = -INFINITY;
-        sum[tile][half] = 0.0f;
+      for (int column = 0; column < kColumnTiles * kHalves / 2; ++column) {
+#pragma unroll
+        for (int i = 0; i < 4; ++i) output[tile][column][i] = 0.0f;
       }
     }
-    xa::clear(output);
   }
 
   /// Multiplies the output of the rows of each half by its factor.
-  __device__ __forceinline__ void scale_output(int tile, const float (&factors)[kHalves]) {
-    float factor[4];
+  __device__ __forceinline__ void scale_output(int tile, const float (&factors)[2]) {
+    constexpr int kColumns = kColumnTiles * kHalves / 2;
     if constexpr (kTileRows == 8) {
       const int32_t row = threadIdx.x % 4 * 2;
-      factor[0] = factor[2] = __shfl_sync(~0u, factors[0], 4 * row);
-      factor[1] = factor[3] = __shfl_sync(~0u, factors[0], 4 * row + 4);
+      const float of_rows[2] = {__shfl_sync(~0u, factors[0], 4 * row), __shfl_sync(~0u, factors[0], 4 * row + 4)};
+#pragma unroll
+      for (int column = 0; column < kColumns; ++column) {
+#pragma unroll
+        for (int i = 0; i < 4; ++i) output[tile][column][i] *= of_rows[i % 2];
+      }
     } else {
-      factor[0] = factor[1] = factors[0];
-      factor[2] = factor[3] = factors[1];
-    }
 #pragma unroll
-    for (auto& columns : output[tile]) {
+      for (int column = 0; column < kColumns; ++column) {
 #pragma unroll
-      for (int i = 0; i < 4; ++i) columns[i] *= factor[i];
+        for (int i = 0; i < 4; ++i) output[tile][column][i] *= factors[i / 2];
+      }
     }
   }
 
@@ -61,8 +63,7 @@ struct SoftmaxState {
   template <int kKeyTiles>
   __device__ __forceinline__ void update(int tile, float (&scores)[kKeyTiles][4], float log2_unit,
                                          bool both_halves = true) {
-    float rescale[kHalves], shift[kHalves] = {};
-    rescale[0] = rescale[kHalves - 1] = 1.0f;
+    float rescale[2] = {1.0f, 1.0f}, shift[2] = {};
 #pragma unroll
     for (int half = 0; half < kHalves; ++half) {
       if (half == 1 && !both_halves) break;
@@ -79,8 +80,7 @@ struct SoftmaxState {
       max[tile][half] = row_max;
     }
     // Skipped if no maximum rose and no score is shifted: the factors are then exactly 1 and the shifts 0.
-    if (__any_sync(~0u, rescale[0] != 1.0f || rescale[kHalves - 1] != 1.0f || shift[0] != 0.0f ||
-                            shift[kHalves - 1] != 0.0f)) {
+    if (__any_sync(~0u, rescale[0] != 1.0f || rescale[1] != 1.0f || shift[0] != 0.0f || shift[1] != 0.0f)) {
       scale_output(tile, rescale);
 #pragma unroll
       for (int block = 0; block < kKeyTiles; ++block) {

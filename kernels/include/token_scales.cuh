@@ -169,7 +169,7 @@ struct TokenScaleState : SoftmaxState<kRowTiles, kColumnTiles, kTileRows> {
 #pragma unroll
     for (int half = 0; half < kHalves; ++half) next[half] = min(next[half], exponent(tile, half));
     if (__any_sync(~0u, packed(next[0], next[kHalves - 1]) != exponents[tile])) {
-      float factors[kHalves];
+      float factors[2] = {};
 #pragma unroll
       for (int half = 0; half < kHalves; ++half) {
         const int32_t change = next[half] - exponent(tile, half);
@@ -205,7 +205,7 @@ struct TokenScaleState : SoftmaxState<kRowTiles, kColumnTiles, kTileRows> {
     Base::finish();
 #pragma unroll
     for (int tile = 0; tile < kRowTiles; ++tile) {
-      float factors[kHalves];
+      float factors[2] = {};
 #pragma unroll
       for (int half = 0; half < kHalves; ++half) factors[half] = power_of_two(-exponent(tile, half));
       this->scale_output(tile, factors);
