@@ -141,10 +141,10 @@ class DecodeLoop {
     if constexpr (kHasTokenScales<Stored>) scales_.apply_to_scores(scores, stage);
     transform.template apply<T>(scores[0], transform.rows(work_, 0), key);
     const bool masked = key < work_.keys.common_begin || key + Shape::kKeys > work_.keys.common_end;
-    uint32_t visible = 0;
-    if (masked) {
-      apply_mask(scores[0], params_, work_.tile, 0, key);
-      if constexpr (kHasTokenScales<Stored>) visible = other_than<2 * State::kHalves>(-INFINITY, scores[0]);
+    if (masked) apply_mask(scores[0], params_, work_.tile, 0, key);
+    [[maybe_unused]] VisibleKeys<State::kHalves> visible;
+    if constexpr (kHasTokenScales<Stored>) {
+      if (masked) visible.find(scores[0]);
     }
     state.update(0, scores[0], transform.log2_unit(), work_.tile.num_rows > 8);
     if constexpr (kHasTokenScales<Stored>) {

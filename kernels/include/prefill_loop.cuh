@@ -111,8 +111,7 @@ __device__ __forceinline__ void attend_with_rows(State& state, const AttentionPa
       if (masked) apply_mask(scores[tile], params, work.tile, warp_row + 16 * tile, first_key);
       state.update(tile, scores[tile], transform.log2_unit());
       if constexpr (kHasTokenScales<Stored>) {
-        const uint32_t visible = masked ? other_than<4>(0.0f, scores[tile]) : 0;
-        state.apply(tile, scores[tile], (scales, ...).values(stage), masked, visible);
+        state.apply(tile, scores[tile], (scales, ...).values(stage), masked, ProbableKeys{});
       }
     }
     if constexpr (!kRefillsEarly) refill_keys();

@@ -154,19 +154,29 @@ __device__ __forceinline__ RowResult finish_row(float max, float sum, float log2
   return RowResult{v_scale * weight / total, __fmaf_rn(largest, kLn2, logf(total))};
 }
 
-/// Which of the first kCount numbers of each block of a row tile's accumulators are other than `x`: bit 4 b + i is
-/// number i of block b.
-template <int kCount, int kBlocks>
-__device__ __forceinline__ uint32_t other_than(float x, const float (&numbers)[kBlocks][4]) {
-  static_assert(kBlocks <= 8);
+/// The keys of a block that each row of a row tile sees, as bits of the lane's scores: bit 4 b + i is number i of block
+/// b.
+template <int kHalves>
+struct VisibleKeys {
   uint32_t bits = 0;
+
+  /// Of masked scores.
+  template <int kBlocks>
+  __device__ __forceinline__ void find(const float (&scores)[kBlocks][4]) {
+    static_assert(kBlocks <= 8);
 #pragma unroll
-  for (int block = 0; block < kBlocks; ++block) {
+    for (int block = 0; block < kBlocks; ++block) {
 #pragma unroll
-    for (int i = 0; i < kCount; ++i) bits |= static_cast<uint32_t>(numbers[block][i] != x) << (4 * block + i);
+      for (int i = 0; i < 2 * kHalves; ++i) bits |= uint32_t{scores[block][i] != -INFINITY} << (4 * block + i);
+    }
   }
-  return bits;
-}
+  __device__ __forceinline__ bool has(int block, int i, float) const { return (bits >> (4 * block + i) & 1) != 0; }
+};
+
+/// The same by probabilities, for prefill, which has no register for the bits: keys whose probability is not 0.
+struct ProbableKeys {
+  __device__ __forceinline__ bool has(int, int, float probability) const { return probability != 0.0f; }
+};
 
 /// Sets scores of masked keys to -inf: of a 16-row tile that starts at row `first_row` of `tile`, and of the block of
 /// keys that starts at `first_key`.

@@ -10,7 +10,9 @@
 // it.
 #pragma once
 
+#include <cmath>
 #include <cstdint>
+#include <type_traits>
 
 #include "fp8.cuh"
 #include "paged_rows.cuh"
@@ -134,10 +136,10 @@ struct TokenScaleState : SoftmaxState<kRowTiles, kColumnTiles, kTileRows> {
 
   /// Multiplies the probabilities of a row tile, which `update` has computed, by the scales of V at shared address
   /// `values`, and by the power of two. In a block without masked keys (`masked`) all rows have the same largest scale.
-  /// In the others `visible` has the bits of `other_than`; whatever the scale of a masked key is has no effect.
-  template <int kKeyTiles>
+  /// In the others `visible` says which keys are not masked; whatever the scale of a masked key is has no effect.
+  template <int kKeyTiles, typename Visible>
   __device__ __forceinline__ void apply(int tile, float (&p)[kKeyTiles][4], uint32_t values, bool masked,
-                                        uint32_t visible, bool both_halves = true) {
+                                        const Visible& visible, bool both_halves = true) {
     const uint32_t lane = threadIdx.x % 32, address = values + lane % 4 * 8;
     int32_t next[kHalves];
     if (!masked) {
@@ -155,8 +157,7 @@ struct TokenScaleState : SoftmaxState<kRowTiles, kColumnTiles, kTileRows> {
         const float2 scale = ptx::load_shared_f32x2(address + 32 * block);
 #pragma unroll
         for (int i = 0; i < 2 * kHalves; ++i) {
-          const bool is_visible = (visible >> (4 * block + i) & 1) != 0;
-          const uint32_t own = is_visible ? exponent_of(i % 2 == 0 ? scale.x : scale.y) : 0;
+          const uint32_t own = visible.has(block, i, p[block][i]) ? exponent_of(i % 2 == 0 ? scale.x : scale.y) : 0;
           largest[i / 2] = max(largest[i / 2], own);
         }
       }
@@ -178,6 +179,8 @@ struct TokenScaleState : SoftmaxState<kRowTiles, kColumnTiles, kTileRows> {
       this->scale_output(tile, factors);
       exponents[tile] = packed(next[0], next[kHalves - 1]);
     }
+    // Of a masked key the product is 0, also if its scale is a NaN or an infinity.
+    constexpr bool kByProbability = std::is_same_v<Visible, ProbableKeys>;
 #pragma unroll
     for (int half = 0; half < kHalves; ++half) {
       if (half == 1 && !both_halves) break;
@@ -185,17 +188,18 @@ struct TokenScaleState : SoftmaxState<kRowTiles, kColumnTiles, kTileRows> {
 #pragma unroll
       for (int block = 0; block < kKeyTiles; ++block) {
         const float2 scale = ptx::load_shared_f32x2(address + 32 * block);
-        p[block][2 * half] *= scale.x * power;
-        p[block][2 * half + 1] *= scale.y * power;
+        float (&row)[4] = p[block];
+        const float x = row[2 * half] * (scale.x * power), y = row[2 * half + 1] * (scale.y * power);
+        row[2 * half] = kByProbability && masked && row[2 * half] == 0.0f ? 0.0f : x;
+        row[2 * half + 1] = kByProbability && masked && row[2 * half + 1] == 0.0f ? 0.0f : y;
       }
     }
-    if (!masked) return;
-    // 0 times a NaN or an infinity is a NaN.
+    if (kByProbability || !masked) return;
 #pragma unroll
     for (int block = 0; block < kKeyTiles; ++block) {
 #pragma unroll
       for (int i = 0; i < 2 * kHalves; ++i) {
-        if ((visible >> (4 * block + i) & 1) == 0) p[block][i] = 0.0f;
+        if (!visible.has(block, i, p[block][i])) p[block][i] = 0.0f;
       }
     }
   }
