@@ -194,12 +194,14 @@ struct TokenScaleState : SoftmaxState<kRowTiles, kColumnTiles, kTileRows> {
         row[2 * half + 1] = kByProbability && masked && row[2 * half + 1] == 0.0f ? 0.0f : y;
       }
     }
-    if (kByProbability || !masked) return;
+    if constexpr (!kByProbability) {
+      if (!masked) return;
 #pragma unroll
-    for (int block = 0; block < kKeyTiles; ++block) {
+      for (int block = 0; block < kKeyTiles; ++block) {
 #pragma unroll
-      for (int i = 0; i < 2 * kHalves; ++i) {
-        if (!visible.has(block, i, p[block][i])) p[block][i] = 0.0f;
+        for (int i = 0; i < 2 * kHalves; ++i) {
+          if (!visible.has(block, i, p[block][i])) p[block][i] = 0.0f;
+        }
       }
     }
   }
