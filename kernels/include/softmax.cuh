@@ -154,8 +154,8 @@ __device__ __forceinline__ RowResult finish_row(float max, float sum, float log2
   return RowResult{v_scale * weight / total, __fmaf_rn(largest, kLn2, logf(total))};
 }
 
-/// The keys of a block that each row of a row tile sees, as bits of the lane's scores: bit 4 b + i is number i of block
-/// b.
+/// The keys of a block that each row of a row tile attends to, as bits of the lane's scores: bit 4 b + i is number i of
+/// block b.
 template <int kHalves>
 struct VisibleKeys {
   uint32_t bits = 0;
