@@ -104,17 +104,7 @@ impl TmaBias {
         &self,
         parameter: impl FnOnce(CopyRowsParams) -> P,
     ) -> Result<Option<Launch<P>>> {
-        let Self { bias: padded, original } = self;
-        let params = original.map(|bias| CopyRowsParams {
-            from: bias.data.cast(),
-            to: padded.data.cast_mut().cast(),
-            rows: bias.all_rows() as i64,
-            from_pitch: bias.keys as i64,
-            to_pitch: padded.keys as i64,
-            columns: bias.keys as i32,
-            width: padded.keys as i32,
-        });
-        params.map(|params| launch(params, parameter)).transpose()
+        self.original.map(|original| copy_rows(&original, &self.bias, parameter)).transpose()
     }
 
     /// The launch that copies the gradient from the place of a copied bias.
@@ -123,17 +113,8 @@ impl TmaBias {
         dbias: &Tensor,
         parameter: impl FnOnce(CopyRowsParams) -> P,
     ) -> Result<Option<Launch<P>>> {
-        let Self { bias: padded, original } = self;
-        let params = original.map(|bias| CopyRowsParams {
-            from: padded.data.cast(),
-            to: dbias.data.cast(),
-            rows: bias.all_rows() as i64,
-            from_pitch: padded.keys as i64,
-            to_pitch: bias.keys as i64,
-            columns: bias.keys as i32,
-            width: bias.keys as i32,
-        });
-        params.map(|params| launch(params, parameter)).transpose()
+        let gradient = self.original.map(|original| Bias { data: dbias.data, ..original });
+        gradient.map(|gradient| copy_rows(&self.bias, &gradient, parameter)).transpose()
     }
 }
 
@@ -141,8 +122,18 @@ fn is_element(dtype: DType, data: *const u8) -> bool {
     (data as usize).is_multiple_of(dtype.size())
 }
 
-fn launch<P: Parameter>(params: CopyRowsParams, parameter: impl FnOnce(CopyRowsParams) -> P) -> Result<Launch<P>> {
-    let ctas = (params.rows as usize).div_ceil(COPY_ROWS_PER_CTA as usize);
+/// The launch that copies the rows of `from` to those of `to`, which differ in keys alone: what `from` lacks becomes 0.
+fn copy_rows<P: Parameter>(from: &Bias, to: &Bias, parameter: impl FnOnce(CopyRowsParams) -> P) -> Result<Launch<P>> {
+    let params = CopyRowsParams {
+        from: from.data.cast(),
+        to: to.data.cast_mut().cast(),
+        rows: from.all_rows() as i64,
+        from_pitch: from.keys as i64,
+        to_pitch: to.keys as i64,
+        columns: from.keys.min(to.keys) as i32,
+        width: to.keys as i32,
+    };
+    let ctas = from.all_rows().div_ceil(COPY_ROWS_PER_CTA as usize);
     if ctas > i32::MAX as usize {
         return Err(Error::unimplemented(format!("copying a bias takes {ctas} blocks; a grid has up to 2^31 - 1")));
     }
