@@ -126,4 +126,27 @@ __device__ __forceinline__ void clear_bias(uint32_t stage, int column, int i) {
   xa::ptx::store_shared_2(stage + kBiasTileBytes * column + query * 128 + (chunk ^ query) * 16 + lane / 4 * 2, 0);
 }
 
+/// Clears P and dS of keys past the tile's last one and of hidden keys, whatever they are. A mask of their scores takes
+/// a select and a store for each pair, in all steps of a tile.
+template <typename Shape, int kSteps>
+__device__ __forceinline__ void clear_absent_keys(const BackwardTile& tile, uint32_t (&p)[kSteps][4],
+                                                  uint32_t (&ds)[kSteps][4]) {
+  const int32_t thread = xa::ptx::opaque(threadIdx.x) - 128, num_keys = tile.num_keys, hidden_keys = tile.hidden_keys;
+  const int32_t first_key = tile.key_block * Shape::kKeys, own_key = first_key + thread / 32 * 16 + thread % 32 / 4;
+  if (first_key + Shape::kKeys <= num_keys && first_key >= hidden_keys) return;
+#pragma unroll
+  for (int half = 0; half < 2; ++half) {
+    const int32_t key = own_key + 8 * half;
+    const uint32_t kept = key >= hidden_keys && key < num_keys ? ~0u : 0;
+#pragma unroll
+    for (int step = 0; step < kSteps; ++step) {
+#pragma unroll
+      for (int i = half; i < 4; i += 2) {
+        p[step][i] &= kept;
+        ds[step][i] &= kept;
+      }
+    }
+  }
+}
+
 }  // namespace xa::hopper

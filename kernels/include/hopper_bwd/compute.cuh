@@ -140,11 +140,8 @@ __device__ __forceinline__ void compute_tiles(const HopperBackwardParams& params
         visible.end = floor_div(first_key + 63 - shift + forward.window_left, kQueries) + 1;
       }
       if constexpr (Shape::kMasksQueriesPastEnd) unmasked.end = min(unmasked.end, uniform(tile.num_queries) / kQueries);
-      if (first_key + 64 > uniform(tile.num_keys)) unmasked.end = INT32_MIN;
+      if (!Shape::kHasBias && first_key + 64 > uniform(tile.num_keys)) unmasked.end = INT32_MIN;
       if (first_key >= uniform(tile.num_keys)) visible.end = INT32_MIN;
-      if constexpr (Shape::kHasBias) {
-        if (first_key < uniform(tile.hidden_keys)) unmasked.end = INT32_MIN;
-      }
     }
     const int32_t first_own_key = key_block * Shape::kKeys + 64 * warpgroup;
     // The keys of the warp that some row attends to: others may hold NaN.
@@ -368,6 +365,7 @@ __device__ __forceinline__ void compute_tiles(const HopperBackwardParams& params
       if (is_last_step()) release(pipeline.values_empty(tile_count));
       // Both warpgroups have finished dQ of the step before, so the stage that this step's dS will occupy is free.
       if (steps_done > 0) pipeline.ds_full(PipelineState<2>(step - 1)).wait();
+      if constexpr (Shape::kHasBias && !kFullyMasked) clear_absent_keys<Shape>(tile, p, ds);
       [[maybe_unused]] const bool stores_dbias = Shape::kHasBias && with_bias(params).stores_dbias != 0;
 #pragma unroll
       for (int k = 0; k < kQueries / 16; ++k) {

@@ -33,13 +33,10 @@ __device__ __forceinline__ void for_masked(const AttentionParams& forward, const
   for (int half = 0; half < 2; ++half) {
     const int32_t key = first_key + 8 * half, position = key - tile.shift - first_query;
     // Queries that attend to the key, counted from this lane's first one. Keys past the last one are zeros, whose
-    // probabilities may overflow, so they are masked.
+    // probabilities may overflow, so they are masked; with a bias clear_absent_keys does that.
     int32_t begin = forward.window_right < 0 ? INT32_MIN : position - forward.window_right;
     int32_t end = forward.window_left < 0 ? INT32_MAX : position + forward.window_left + 1;
-    if (key >= tile.num_keys) begin = INT32_MAX;
-    if constexpr (Shape::kHasBias) {
-      if (key < tile.hidden_keys) begin = INT32_MAX;
-    }
+    if (!Shape::kHasBias && key >= tile.num_keys) begin = INT32_MAX;
     if constexpr (Shape::kMasksQueriesPastEnd) end = min(end, tile.num_queries - first_query);
 #pragma unroll
     for (int column = 0; column < Shape::kQueries / 8; ++column) {
