@@ -59,6 +59,23 @@ def only_plans(monkeypatch):
     return lambda: monkeypatch.setattr(_eager, "run", lambda *_, **__: pytest.fail("not planned"))
 
 
+def test_calls_without_a_workspace_are_planned(torch_device, only_plans):
+    """Latent attention with batch_invariant, which has none on a GPU either."""
+    generator = torch.Generator().manual_seed(0)
+    q, cache = (torch.randn(shape, generator=generator).to(torch_device) for shape in ((3, 2, 16), (2, 4, 16)))
+    numbers = ([0, 1, 3], [7, 2], [[0, 1], [1, 0]])
+    metadata = [torch.tensor(x, dtype=torch.int32, device=torch_device) for x in numbers]
+
+    def attend():
+        return xt.mla_paged_attention(
+            q, cache, *metadata, softmax_scale=0.25, head_dim_v=8, causal=True, batch_invariant=True
+        )
+
+    first = attend()
+    only_plans()
+    assert torch.equal(attend(), first)
+
+
 def test_other_tensors_of_the_same_shapes_are_planned(torch_device, only_plans):
     cases = [operands(torch_device, seed=seed) for seed in range(3)]
     expected = [through_the_dispatcher(xt.flash_attn_varlen, *case, causal=True, return_lse=True) for case in cases]

@@ -71,9 +71,9 @@ def run(call: Call, *, in_place: bool = False) -> list[torch.Tensor | None]:
         reject_overlap(call.target, names, index, addresses, extents)
     results = [operands[aliases[i]] if i in aliases else _new(result, device) for i, result in enumerate(call.results)]
     # The CPU ignores the workspace.
-    has_workspace = call.workspace is not None and device.type == "cuda"
-    workspace = call.workspace.result(call.target) if has_workspace else None
-    outputs = put_workspace(call.target, results, _new(workspace, device)) if has_workspace else results
+    takes_workspace = call.workspace is not None and device.type == "cuda"
+    workspace = call.workspace.result(call.target) if takes_workspace else None
+    outputs = results if workspace is None else put_workspace(call.target, results, _new(workspace, device))
 
     def make_request() -> Request:
         return Request(call.target, _views(operands), _views(outputs), call.attributes)
