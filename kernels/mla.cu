@@ -6,8 +6,9 @@
 // tiles (include/work_partition.cuh). docs/dev/kernels/mla.md explains the design.
 //
 // Compiled once for each combination of
-//   XA_OPERANDS  f16, bf16, f32: of q, cache and out; f16_fp8, bf16_fp8: over e4m3fn or e5m2 (include/mla/shape.cuh)
-//   XA_SHAPE     large, small
+//   XA_OPERANDS  f16, bf16, f32: of q, cache and out; f16_fp8, bf16_fp8, fp8, fp8_shifted: over e4m3fn or e5m2
+//                (include/mla/shape.cuh)
+//   XA_SHAPE     large, small, rows_16
 //   XA_LOGITS    none, scaled (include/mla/logits.cuh)
 // Launch: Shape::kThreads threads, a grid of 1 by any number of work ranges, Shape::kSharedBytes of dynamic shared
 // memory.
@@ -33,7 +34,7 @@ using Shape = xa::mla::Shape<Config, T, Stored>;
 using Unit = xa::WorkUnit<Shape::kRows, Shape::kKeys, xa::TileEnd::kRow, xa::TileOrder::kFolded>;
 }  // namespace
 
-extern "C" __global__ void __launch_bounds__(Shape::kThreads, 1)
+extern "C" __global__ void __launch_bounds__(Shape::kThreads, Shape::kCtasPerSm)
     XA_ENTRY(const __grid_constant__ xa::AttentionParams params) {
   extern __shared__ __align__(128) uint8_t shared[];
   auto& work = *reinterpret_cast<xa::WorkTile*>(shared + Shape::kWorkTileOffset);

@@ -91,12 +91,19 @@ struct TileMath {
   /// output += P V, with P in accumulators and V's first row at shared address `values`.
   static __device__ __forceinline__ void accumulate(Output& output, const Scores& p, uint32_t values,
                                                     const AttentionParams& params) {
+    const RegisterOperand<T, kRowTiles, kKeyTiles> operand{p};
     if constexpr (kIsFp8) {
-      if (!kHasTokenScales<Stored> && params.kv_is_e5m2 != 0) return accumulate_fp8<true>(output, p, values);
-      accumulate_fp8<false>(output, p, values);
+      accumulate_8_bits(output, operand, values, params);
     } else {
-      xa::accumulate<T, Rows>(output, RegisterOperand<T, kRowTiles, kKeyTiles>{p}, values, 0);
+      xa::accumulate<T, Rows>(output, operand, values, 0);
     }
+  }
+  /// The same of 8-bit V, with P as an operand A of `accumulate` (warp_products.cuh).
+  template <typename OperandA>
+  static __device__ __forceinline__ void accumulate_8_bits(Output& output, const OperandA& p, uint32_t values,
+                                                           const AttentionParams& params) {
+    if (!kHasTokenScales<Stored> && params.kv_is_e5m2 != 0) return accumulate_fp8<true>(output, p, values);
+    accumulate_fp8<false>(output, p, values);
   }
 
  private:
@@ -131,8 +138,8 @@ struct TileMath {
     }
   }
 
-  template <bool kIsE5m2>
-  static __device__ __forceinline__ void accumulate_fp8(Output& output, const Scores& p, uint32_t values) {
+  template <bool kIsE5m2, typename OperandA>
+  static __device__ __forceinline__ void accumulate_fp8(Output& output, const OperandA& p, uint32_t values) {
     // ldmatrix transposes 16-bit elements, here pairs of bytes: lane 4g + t gets columns 2g and 2g + 1 of keys 2t and
     // 2t + 1. The four matrices are keys 0-7 and 8-15 of columns 0-15, then of columns 16-31.
     const uint32_t lane = threadIdx.x % 32;
@@ -141,9 +148,7 @@ struct TileMath {
     for (int step = 0; step < kKeyTiles / 2; ++step) {
       uint32_t probabilities[kRowTiles][4];
 #pragma unroll
-      for (int tile = 0; tile < kRowTiles; ++tile) {
-        RegisterOperand<T, kRowTiles, kKeyTiles>{p}.get(probabilities[tile], tile, step);
-      }
+      for (int tile = 0; tile < kRowTiles; ++tile) p.get(probabilities[tile], tile, step);
 #pragma unroll
       for (int group = 0; group < kColumnTiles / 4; ++group) {
         uint32_t v[4];

@@ -111,9 +111,11 @@ class HalfTile {
     sync_compute_threads();
     const float* const states = buffers_.row_states();
     const int32_t partial_row = range.partial_row < 0 ? -1 : range.partial_row + buffers_.cta_rank() * Shape::kRows;
-    mla::store_rows<Shape::kComputeThreads, Shape::kOutputPitch, T>(
-        params_, work_, partial_row, buffers_.output(), unit_, threadIdx.x,
-        [&](int32_t row) { return make_float2(states[Shape::kRows + row], states[row]); });
+    mla::store_rows<Shape::kComputeThreads, RowWriter<T, false>>(
+        params_, work_, partial_row, unit_, threadIdx.x, [&](int32_t row, int32_t column) {
+          const uint8_t* const output = buffers_.output() + row * Shape::kOutputPitch + 4 * column;
+          return PartialState{states[Shape::kRows + row], states[row], *reinterpret_cast<const float4*>(output)};
+        });
     // TMA writes the next tile's blocks in the same place.
     hopper::ptx::fence_proxy_async_shared();
   }

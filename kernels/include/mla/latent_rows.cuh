@@ -14,19 +14,21 @@
 
 namespace xa::mla {
 
-/// Streams the latent rows of a work tile through Shape::kStages stages. A block is one cp.async group. Every thread of
-/// the CTA calls each function.
+/// Streams a group's latent rows of a work tile through Shape::kStages stages. A block is one cp.async group. Every
+/// thread of the group calls each function.
 template <typename Shape, typename Stored>
 class LatentRing {
   static constexpr int kStages = Shape::kStages, kKeys = Shape::kKeys;
 
  public:
-  /// `stages` is the shared address of the ring.
-  __device__ __forceinline__ LatentRing(const AttentionParams& params, const WorkTile& work, uint32_t stages)
+  /// `group` is the shared address of what the group has, less Shape::kStagesOffset; `first` is the first key of its
+  /// first block.
+  __device__ __forceinline__ LatentRing(const AttentionParams& params, const WorkTile& work, uint32_t group,
+                                        int32_t first)
       : loader_(params, work),
         end_(work.keys.end),
-        stages_(stages),
-        next_key_(work.keys.begin / kKeys * kKeys),
+        stages_(group + Shape::kStagesOffset),
+        next_key_(first),
         slot_(loader_.find(next_key_ + warp_key())) {}
 
   /// Starts to copy the next block, and commits a group even if there is none. The stage must be free.
@@ -35,8 +37,7 @@ class LatentRing {
       const TokenSlot slot = slot_;
       const uint32_t to = address(write_stage_) + warp_key() * Shape::StoredRows::kPitch;
       loader_.load_keys(to, next_key_ + warp_key(), slot);
-      // No advance past the end, so that positions cannot overflow.
-      next_key_ += kKeys;
+      next_key_ += kKeys * Shape::kKeyGroups;
       // The page of the block after is read ahead, because a look-up takes as long as a block.
       if (next_key_ < end_) slot_ = loader_.find(next_key_ + warp_key());
     }
@@ -53,15 +54,15 @@ class LatentRing {
 
  private:
   static __device__ __forceinline__ int32_t warp_key() {
-    return static_cast<int32_t>(threadIdx.x / 32) * Shape::kKeysPerLoad;
+    return static_cast<int32_t>(threadIdx.x / 32) % Shape::kGroupWarps * Shape::kKeysPerLoad;
   }
   __device__ __forceinline__ uint32_t address(int32_t stage) const { return stages_ + stage * Shape::kStageBytes; }
 
   const RowLoader<Stored, kLatentDim, Shape::kKeysPerLoad> loader_;
-  const int32_t end_;
+  const uint32_t end_;
   const uint32_t stages_;
-  int32_t next_key_;  // of the next block
-  TokenSlot slot_;    // of the warp's rows of the next block
+  uint32_t next_key_;  // of the next block; may be past the last key, and past 2^31
+  TokenSlot slot_;     // of the warp's rows of the next block
   int32_t write_stage_ = 0;
   int32_t read_stage_ = 0;
 };

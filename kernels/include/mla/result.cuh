@@ -11,20 +11,18 @@
 namespace xa::mla {
 
 /// Stores the rows of a work tile in the workspace from partial row `partial_row` on, or in out and lse if that is
-/// negative. `output` is f32 with rows `kPitch` bytes apart; `state_of(row)` is (max, sum). kThreads threads call this;
+/// negative. `part_of(row, column)` is the state of a row with four columns of its output. kThreads threads call this;
 /// this one is thread `thread`.
-template <int kThreads, int kPitch, typename T, typename StateOf>
+template <int kThreads, typename Writer, typename PartOf>
 __device__ __forceinline__ void store_rows(const AttentionParams& params, const WorkTile& work, int32_t partial_row,
-                                           const uint8_t* output, float log2_unit, int32_t thread,
-                                           const StateOf& state_of) {
-  const RowWriter<T, false> writer(params, work.tile, work.kv_head);
+                                           float log2_unit, int32_t thread, const PartOf& part_of) {
+  const Writer writer(params, work.tile, work.kv_head);
   const PartialRows partial(params.partial, work.kv_head);
   const int32_t row_vectors = params.value_dim / 4;  // float4
 #pragma unroll 1
   for (int32_t item = thread; item < work.tile.num_rows * row_vectors; item += kThreads) {
     const int32_t row = item / row_vectors, column = (item - row * row_vectors) * 4;
-    const float2 state = state_of(row);
-    const PartialState part = {state.x, state.y, *reinterpret_cast<const float4*>(output + row * kPitch + 4 * column)};
+    const PartialState part = part_of(row, column);
     if (partial_row >= 0) {
       partial.store(partial_row + row, column, part);
     } else {

@@ -8,7 +8,7 @@
 use super::params::has_wide_rows;
 use super::split::{KvSplit, WorkUnit};
 use super::tiles::transforms_logits;
-use super::{Launch, Launches, Parameter, UNLIMITED, decode, max_tiles};
+use super::{Launch, Launches, Parameter, UNLIMITED, decode, longest_or_mean_queries, max_tiles};
 use crate::cuda::device::Device;
 use crate::cuda::enqueue::{LaunchAttributes, LaunchConfig};
 use crate::cuda::params::attention::AttentionParams;
@@ -29,20 +29,34 @@ const ATOM_ROWS: i64 = 8;
 const CTA_ROWS: u32 = 64;
 
 impl MlaTile {
-    /// The tile for the problem's types: Hopper's if the device is one, otherwise a large one if it has the shared memory.
+    /// The tile for the problem's types: one for few rows if it has all packed rows of a sequence, otherwise the largest one, and
+    /// of tiles with as many rows Hopper's if the device is one, then the one for more shared memory. With `batch_invariant` the
+    /// size of the batch does not matter.
     fn of(problem: &Attention, device: &Device) -> Result<&'static Self> {
-        let operands = operands(problem);
-        let fits = |tile: &&Self| tile.operands == operands && tile.shared_bytes <= device.shared_memory;
+        let operands = operands(problem, device);
+        let fits = |tile: &&Self| operands.contains(&tile.operands) && tile.shared_bytes <= device.shared_memory;
         let loads = has_wide_rows(problem);
-        let runs =
-            |tile: &&Self| !tile.is_hopper() || device.capability == 90 && loads && tile.fills_ctas(problem, device);
-        let tiles = MLA.iter().filter(|tile| fits(tile) && runs(tile));
-        tiles.max_by_key(|tile| (tile.rows, tile.is_hopper())).ok_or_else(|| {
+        let packed = longest_or_mean_queries(problem).saturating_mul(problem.num_q_heads as i64);
+        let runs = |tile: &&Self| {
+            if tile.has_few_rows() {
+                loads && !problem.batch_invariant && packed <= i64::from(tile.rows)
+            } else {
+                !tile.is_hopper() || device.capability == 90 && loads && tile.fills_ctas(problem, device)
+            }
+        };
+        let preference = |tile: &&Self| (tile.has_few_rows(), tile.rows, tile.is_hopper(), tile.shared_bytes);
+        MLA.iter().filter(|tile| fits(tile) && runs(tile)).max_by_key(preference).ok_or_else(|| {
+            let operands = operands[0];
             Error::unimplemented(format!(
                 "no kernel for {operands} fits {} bytes of shared memory",
                 device.shared_memory
             ))
         })
+    }
+
+    /// Whether groups of warps divide the keys of this tile, because it has too few rows for all warps.
+    fn has_few_rows(&self) -> bool {
+        self.key_groups > 1
     }
 
     /// Whether this is a tile of `hopper_mla.cu`, whose code runs on sm_90 only.
@@ -82,7 +96,9 @@ impl MlaTile {
             _ if self.is_hopper() => "hopper_mla",
             ("f32", _) => "mla_f32",
             (_, "large") => "mla",
-            _ => "mla_small",
+            (_, "small") => "mla_small",
+            ("fp8_shifted", _) => "mla_few_rows_sm80",
+            _ => "mla_few_rows",
         };
         Ok((kernel, variants::find(kernel, &[self.operands, self.shape, logits])?))
     }
@@ -125,14 +141,17 @@ impl LatentParameter<'_> {
     }
 }
 
-/// The value of the axis `operands`.
-fn operands(problem: &Attention) -> &'static str {
+/// The values of the axis `operands`: of kernels that compute in the type of q, and of those that convert 8-bit rows and q to
+/// f16.
+fn operands(problem: &Attention, device: &Device) -> &'static [&'static str] {
     match (problem.q.dtype, problem.kv_dtype.size() == 1) {
-        (DType::F32, _) => "f32",
-        (DType::F16, false) => "f16",
-        (DType::F16, true) => "f16_fp8",
-        (_, false) => "bf16",
-        (_, true) => "bf16_fp8",
+        (DType::F32, _) => &["f32"],
+        (DType::F16, false) => &["f16"],
+        (DType::F16, true) if device.capability < 89 => &["f16_fp8", "fp8_shifted"],
+        (DType::F16, true) => &["f16_fp8", "fp8"],
+        (_, false) => &["bf16"],
+        (_, true) if device.capability < 89 => &["bf16_fp8", "fp8_shifted"],
+        (_, true) => &["bf16_fp8", "fp8"],
     }
 }
 
@@ -153,10 +172,11 @@ pub(super) fn launches<'c>(problem: &'c Attention, device: &Device) -> Result<La
     let tiles = max_tiles(rows * problem.num_q_heads as i64, unit.rows, rows.min(seqs));
     let workspace = problem.workspace.filter(|_| !problem.batch_invariant);
     let splittable = Attention { workspace, batch_invariant: false, ..*problem };
-    let resident = i64::from(device.sms / tile.ctas());
+    let resident = i64::from(device.resident_blocks(tile.shared_bytes, tile.ctas_per_sm) / tile.ctas());
     let split = KvSplit::of_units(&splittable, unit, tiles, UNLIMITED, resident, 0);
-    // The portable kernels convert e4m3fn as those for sm_80 do, on every device.
-    let converting = Device { capability: if tile.is_hopper() { device.capability } else { 80 }, ..*device };
+    // The portable kernels convert whole blocks of e4m3fn as those for sm_80 do, on every device.
+    let has_instruction = tile.is_hopper() || tile.operands == "fp8";
+    let converting = Device { capability: if has_instruction { device.capability } else { 80 }, ..*device };
     let plain = AttentionParams::new(problem, &converting)?;
     let params = AttentionParams { clears_padding_rows: 1, partial: split.partial, ..plain };
     let (kernel, variant) = tile.variant(problem)?;
@@ -237,6 +257,39 @@ mod tests {
                 let launches = launches(&problem, &device).expect("the sizes are allowed");
                 assert_eq!(variants::VARIANTS[launches.list[0].variant].name, expected);
                 assert!(launches.list[0].config.shared_memory <= device.shared_memory);
+            }
+        }
+    }
+
+    #[test]
+    fn sequences_with_few_packed_rows_over_8_bits_take_tiles_of_16_rows() {
+        let bf16 = DType::BF16;
+        let decode = |q_heads, kv| latent(4, q_heads, bf16, kv);
+        let name = |problem: &Attention, capability, kilobytes: u32| {
+            let device = Device { capability, shared_memory: kilobytes * 1024, ..device(false) };
+            let launches = launches(problem, &device).expect("the sizes are allowed");
+            variants::VARIANTS[launches.list[0].variant].name
+        };
+        for (capability, kilobytes) in [(80, 163), (86, 99), (89, 99), (90, 227), (100, 227), (120, 99)] {
+            let expected = if capability < 89 {
+                "mla_few_rows_sm80_fp8_shifted_rows_16_scaled"
+            } else {
+                "mla_few_rows_fp8_rows_16_scaled"
+            };
+            for (q_heads, kv) in [(16, DType::F8E4M3FN), (1, DType::F8E5M2)] {
+                assert_eq!(name(&decode(q_heads, kv), capability, kilobytes), expected);
+            }
+            // Not more rows, nor where the size of the batch must not matter, nor rows that are no multiples of 16 bytes.
+            let fits = decode(16, DType::F8E4M3FN);
+            let others = [
+                decode(17, DType::F8E4M3FN),
+                decode(16, bf16),
+                Attention { num_rows: 8, ..fits },
+                Attention { batch_invariant: true, ..fits },
+                Attention { head_dim: 568, ..fits },
+            ];
+            for other in others {
+                assert!(!name(&other, capability, kilobytes).contains("few_rows"));
             }
         }
     }
@@ -328,7 +381,7 @@ mod tests {
     fn fp8_is_divided_by_what_the_kernel_does_not_multiply() {
         for (capability, e4m3fn) in [(80, 256.0), (90, 1.0), (100, 256.0)] {
             let factor = |kv| {
-                let problem = latent(1, 16, DType::BF16, kv);
+                let problem = latent(1, 128, DType::BF16, kv);
                 let device = Device { capability, ..device(false) };
                 attention_of(&launches(&problem, &device).expect("the sizes are allowed")).value_factor
             };
