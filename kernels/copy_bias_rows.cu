@@ -12,29 +12,12 @@
 
 #include <cstdint>
 
+#include "chunk_window.cuh"
 #include "params/bias.cuh"
 
 namespace xa {
 
 constexpr int32_t kChunk = 8;  // elements
-
-/// Eight adjacent elements of two adjacent chunks, from element `shift` of the first one on.
-struct Window {
-  uint4 first, second;
-
-  __device__ __forceinline__ uint4 from(int32_t shift) const {
-    uint32_t words[8] = {first.x, first.y, first.z, first.w, second.x, second.y, second.z, second.w};
-#pragma unroll
-    for (int i = 0; i < 6; ++i) words[i] = shift & 4 ? words[i + 2] : words[i];
-#pragma unroll
-    for (int i = 0; i < 5; ++i) words[i] = shift & 2 ? words[i + 1] : words[i];
-    const int32_t bits = shift % 2 * 16;
-    const auto word = [&](int i) {
-      return static_cast<uint32_t>((static_cast<uint64_t>(words[i + 1]) << 32 | words[i]) >> bits);
-    };
-    return make_uint4(word(0), word(1), word(2), word(3));
-  }
-};
 
 /// The elements between the multiple of 16 bytes before an element, or at it, and that element.
 __device__ __forceinline__ int32_t misalignment(const uint16_t* element) {
@@ -60,7 +43,7 @@ struct RowCopy {
     auto* const destination = reinterpret_cast<uint4*>(to - before);
 #pragma unroll 1
     for (int32_t chunk = first + lane; chunk < end; chunk += 32 * kBatch) {
-      Window windows[kBatch];
+      ChunkWindow windows[kBatch];
 #pragma unroll
       for (int i = 0; i < kBatch; ++i) {
         const int32_t at = min(chunk + 32 * i, end - 1);
