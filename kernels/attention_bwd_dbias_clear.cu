@@ -1,8 +1,10 @@
-// Stores zeros to the gradient of a bias wherever no row attends to the key. attention_bwd_dq or hopper_bwd runs after
-// it and stores the other elements, among blocks of which it stores zeros once more.
+// Stores zeros to the gradient of a bias wherever no row attends to the key, before hopper_bwd, which stores the other
+// elements, among blocks of which it stores zeros once more. attention_bwd_dq clears rows that attend to some keys by
+// itself (dq_clears_dbias), so before it only the other rows are cleared.
 //
 // Launch: kDbiasThreads threads, a CTA per kDbiasRows rows, sequence and head of the bias.
 
+#include "bwd/dbias_rows.cuh"
 #include "bwd/sequence_at.cuh"
 #include "params/attention_bwd.cuh"
 #include "params/bias.cuh"
@@ -11,35 +13,30 @@
 
 namespace xa {
 
-/// Stores zeros to `count` elements at `to`, by the lanes of a warp.
-template <typename E>
-__device__ __forceinline__ void clear_elements(E* to, int32_t count) {
-  constexpr int32_t kElements = 16 / static_cast<int32_t>(sizeof(E));
-  const auto misaligned = static_cast<int32_t>(reinterpret_cast<uint64_t>(to) % 16 / sizeof(E));
-  const int32_t head = min(count, (kElements - misaligned) % kElements), chunks = (count - head) / kElements;
-  const int32_t lane = threadIdx.x % 32, tail = head + chunks * kElements;
-  if (lane < head) to[lane] = E{};
-  for (int32_t i = lane; i < chunks; i += 32) reinterpret_cast<uint4*>(to + head)[i] = make_uint4(0, 0, 0, 0);
-  if (lane < count - tail) to[tail + lane] = E{};
-}
-
 /// Clears the CTA's rows.
 template <typename E>
 __device__ __forceinline__ void clear_rows(const BiasBackwardParams& params, const QoTile& tile, int32_t matrix,
                                            int32_t first_row) {
   const BiasSource& bias = params.bias;
   const Visibility visibility(params.backward.forward, tile);
-  const int32_t end_row = min(first_row + kDbiasRows, bias.rows);
-  for (int32_t row = first_row + static_cast<int32_t>(threadIdx.x / 32); row < end_row; row += kDbiasThreads / 32) {
+  constexpr int32_t kWarpRows = kDbiasRows / (kDbiasThreads / 32);
+  const int32_t lane = threadIdx.x % 32, warp_row = first_row + static_cast<int32_t>(threadIdx.x) / 32 * kWarpRows;
+  const int32_t own_row = warp_row + lane;
+  int32_t begin = 0, end = 0;
+  if (own_row < tile.len_q) {
+    begin = min(visibility.begin(own_row), bias.keys);
+    end = min(visibility.end(own_row), bias.keys);
+  }
+  if (begin >= end) begin = end = 0;
+  const bool has_row = lane < kWarpRows && own_row < bias.rows;
+  // A lane knows what to clear of a row, and all of them clear it.
+  const bool is_part = params.dq_clears_dbias == 0 && end - begin < bias.keys;
+  for (uint32_t rows = __ballot_sync(~0u, has_row && (begin == end || is_part)); rows != 0; rows &= rows - 1) {
+    const int32_t index = __ffs(rows) - 1, row = warp_row + index;
+    const int32_t row_begin = __shfl_sync(~0u, begin, index), row_end = __shfl_sync(~0u, end, index);
     E* const to = static_cast<E*>(params.dbias) + (static_cast<int64_t>(matrix) * bias.rows + row) * bias.keys;
-    int32_t begin = 0, end = 0;
-    if (row < tile.len_q) {
-      begin = min(visibility.begin(row), bias.keys);
-      end = min(visibility.end(row), bias.keys);
-    }
-    if (begin >= end) begin = end = 0;
-    clear_elements(to, begin);
-    clear_elements(to + end, bias.keys - end);
+    clear_elements(to, row_begin);
+    clear_elements(to + row_end, bias.keys - row_end);
   }
 }
 

@@ -5,11 +5,12 @@
 // Compiled once for each combination of
 //   XA_DTYPE     f16, bf16, f32
 //   XA_HEAD_DIM  the bucket: D and Dv up to it run, padded with zeros in shared memory
-//   XA_SHAPE     large, small; key_ranges, bias, bias_large: for query rows with bounds of their keys, with a bias
-//                (include/bwd/shape.cuh)
+//   XA_SHAPE     large, small; key_ranges, bias, bias_aligned, bias_large: for query rows with bounds of their keys,
+//                with a bias (include/bwd/shape.cuh)
 //   XA_LOGITS    none, softcap_alibi (include/bwd/probabilities.cuh)
 // Launch: kThreads threads, ceil(Tk / kHeld) * Hkv CTAs, Shape::kSharedBytes of dynamic shared memory.
 
+#include "bwd/aligned_bias.cuh"
 #include "bwd/bias_rows.cuh"
 #include "bwd/probabilities.cuh"
 #include "bwd/products.cuh"
@@ -99,6 +100,18 @@ class KeyGradients {
   __device__ __forceinline__ StagedBias<Shape, T> staged_bias(int stage) const {
     return {all_params_.bias, shared_ + Shape::kBiasOffset, stage, segment_.first_key};
   }
+  __device__ __forceinline__ AlignedBiasStage<Shape, T> aligned_bias(int stage) const {
+    return {shared_ + Shape::kBiasOffset + stage * AlignedBiasStage<Shape, T>::kBytes};
+  }
+  /// The index in the bias of a query row of the segment's sequence.
+  __device__ __forceinline__ BiasRowIndex bias_row_of(int32_t head, int32_t query) const {
+    return bias_row_index(all_params_.bias, segment_.tile.sequence, head, query);
+  }
+  /// The places of the query rows of the block that begins at packed row `first`.
+  __device__ __forceinline__ QueryRowPlace* row_places(int32_t first) const {
+    const int32_t index = (first - segment_.columns.begin) / Shape::kBlock;
+    return reinterpret_cast<QueryRowPlace*>(shared_ + Shape::kPlacesOffset) + index % 2 * Shape::kBlock;
+  }
   /// How many rows of the block exist.
   __device__ __forceinline__ int32_t count() const {
     return min(params_.forward.capacity - segment_.first, Shape::kHeld);
@@ -118,17 +131,25 @@ class KeyGradients {
   __device__ __forceinline__ void fetch(int32_t first, int stage) const {
     const int32_t count = segment_.columns.end - first;
     if (Shape::kHasRanges && count <= 0) return;
-    const QueryBlock block(params_.forward, segment_.tile.first_token, first, segment_.kv_head);
-    fetch_queries<T, Shape, Shape::kBlock>(params_, block, count, queries(stage), queries(stage) + Shape::kBlockBytes);
-    if constexpr (Shape::kStagesBias) {
-      const int32_t sequence = segment_.tile.sequence;
-      staged_bias(stage).fetch([&](int32_t index) {
-        if (index >= count) return kNoBiasRow;
-        return bias_row_index(all_params_.bias, sequence, block.head(index), block.rows.query(index));
-      });
+    const auto rows = [&] { return QueryBlock(params_.forward, segment_.tile.first_token, first, segment_.kv_head); };
+    const uint32_t to = queries(stage);
+    if constexpr (Shape::kHasPlaces) {
+      const QueryRowPlace* const places = row_places(first);
+      fetch_placed_queries<T, Shape, Shape::kBlock>(params_, places, count, to, to + Shape::kBlockBytes);
+      aligned_bias(stage).fetch(all_params_.bias, segment_.first_key, [&](int32_t row) { return places[row].bias; });
+      find_places(first + Shape::kBlock);
+    } else {
+      const QueryBlock block = rows();
+      fetch_queries<T, Shape, Shape::kBlock>(params_, block, count, to, to + Shape::kBlockBytes);
+      if constexpr (Shape::kStagesBias) {
+        staged_bias(stage).fetch([&](int32_t index) {
+          return index < count ? bias_row_of(block.head(index), block.rows.query(index)) : kNoBiasRow;
+        });
+      }
     }
     const int32_t index_in_block = ptx::thread();
     if (index_in_block < Shape::kBlock && index_in_block < count) {
+      const QueryBlock block = rows();
       QueryRowStats& row = row_stats(stage)[index_in_block];
       const int32_t head = block.head(index_in_block);
       const int64_t index = static_cast<int64_t>(head) * params_.forward.num_tokens + block.token(index_in_block);
@@ -142,9 +163,8 @@ class KeyGradients {
         row.negative_slope = negative_slope(params_.forward, segment_.tile.sequence, head);
         row.position = block.rows.query(index_in_block) + Visibility(params_.forward, segment_.tile).shift;
       }
-      if constexpr (Shape::kHasBias) {
-        bias_rows(stage)[index_in_block] =
-            bias_row_index(all_params_.bias, segment_.tile.sequence, head, block.rows.query(index_in_block));
+      if constexpr (Shape::kBiasRows > 0) {
+        bias_rows(stage)[index_in_block] = bias_row_of(head, block.rows.query(index_in_block));
       }
       if constexpr (Shape::kHasRanges) {
         const Visibility visibility(params_.forward, segment_.tile);
@@ -153,6 +173,30 @@ class KeyGradients {
       }
     }
     ptx::cp_async_commit();
+  }
+
+  /// Stores the places of the query rows of the block from packed row `first` on, each warp one of three for a row per
+  /// lane: threads that copy a row would otherwise all compute them.
+  __device__ __forceinline__ void find_places(int32_t first) const {
+    const AttentionParams& forward = params_.forward;
+    const QueryBlock block(forward, segment_.tile.first_token, first, segment_.kv_head);
+    QueryRowPlace* const places = row_places(first);
+#pragma unroll 1
+    for (int32_t item = ptx::thread(); item < 3 * Shape::kBlock; item += Shape::kThreads) {
+      const int32_t what = item / Shape::kBlock, index = item % Shape::kBlock;
+      const bool exists = first + index < segment_.columns.end;
+      const int32_t row = exists ? index : 0, query = block.rows.query(row), head = block.head(row);
+      const int64_t token = block.first_token + query;
+      if (what == 0) {
+        places[index].q =
+            static_cast<const T*>(forward.q) + token * forward.q_token_stride + head * forward.q_head_stride;
+      } else if (what == 1) {
+        places[index].dout =
+            static_cast<const T*>(params_.dout) + token * params_.dout_token_stride + head * params_.dout_head_stride;
+      } else {
+        places[index].bias = exists ? bias_row(all_params_.bias, bias_row_of(head, query)) : kNoBias;
+      }
+    }
   }
 
   /// Waits for this thread's copies and converts the lse of its row; rows past the last one get probabilities of 0.
@@ -166,7 +210,7 @@ class KeyGradients {
     } else {
       row = {-INFINITY, 0.0f, 0.0f, 0};
       if constexpr (Shape::kHasRanges) row_ranges(stage)[index_in_block] = {0, 0};
-      if constexpr (Shape::kHasBias) bias_rows(stage)[index_in_block] = kNoBiasRow;
+      if constexpr (Shape::kBiasRows > 0) bias_rows(stage)[index_in_block] = kNoBiasRow;
     }
   }
 
@@ -188,7 +232,14 @@ class KeyGradients {
     // Addresses derived from it are worth registers within the loop, but not across segments.
     base_ = ptx::opaque(base_);
     stream_blocks<Shape>(
-        segment_, [&] { return block_from(segment_.columns.begin); },
+        segment_,
+        [&] {
+          if constexpr (Shape::kHasPlaces) {
+            find_places(segment_.columns.begin);
+            __syncthreads();
+          }
+          return block_from(segment_.columns.begin);
+        },
         [&](int32_t first) { return block_from(first + Shape::kBlock); },
         [&](int32_t first, int stage) { fetch(first, stage); },
         [&] {
@@ -211,7 +262,12 @@ class KeyGradients {
     Scores p, ds;
     const int32_t column = first + own_chunk, key = segment_.first_key + warp_row;
     const QueryRowStats* const stats = row_stats(stage) + own_chunk;
-    if constexpr (Shape::kStagesBias) {
+    if constexpr (Shape::kHasAlignedBias) {
+      multiply_rows<T, Rows, kSteps>(ds, values, douts);
+      aligned_bias(stage).start(p, params_.forward, own_chunk, warp_row);
+      multiply_rows<T, Rows, kSteps, true>(p, keys, rows);
+      p_and_ds<T, true, LogitsTransform>(p, ds, params_.forward, stats, key);
+    } else if constexpr (Shape::kStagesBias) {
       multiply_rows<T, Rows, kSteps>(p, keys, rows);
       multiply_rows<T, Rows, kSteps>(ds, values, douts);
       const StagedBias<Shape, T> block = staged_bias(stage);

@@ -5,10 +5,12 @@
 // Compiled once for each combination of
 //   XA_DTYPE     f16, bf16, f32
 //   XA_HEAD_DIM  the bucket: D and Dv up to it run, padded with zeros in shared memory
-//   XA_SHAPE     small; key_ranges, bias: for rows with bounds of their keys, with a bias (include/bwd/shape.cuh)
+//   XA_SHAPE     small; key_ranges, bias, bias_aligned: for rows with bounds of their keys, with a bias
+//                (include/bwd/shape.cuh)
 //   XA_LOGITS    none, softcap_alibi (include/bwd/probabilities.cuh)
 // Launch: kThreads threads, ceil(Tq * group / kHeld) * Hkv CTAs, Shape::kSharedBytes of dynamic shared memory.
 
+#include "bwd/aligned_bias.cuh"
 #include "bwd/bias_rows.cuh"
 #include "bwd/dbias_rows.cuh"
 #include "bwd/probabilities.cuh"
@@ -33,6 +35,7 @@ class QueryGradients {
   static constexpr int kTiles = Shape::kRowTiles, kBlocks = Shape::kChunk / 8, kColumnTiles = Shape::kColumns / 8;
   static constexpr int kSteps = Shape::kRowBytes / 32;
   using Scores = float[kTiles][kBlocks][4];
+  using Bias = AlignedBias<T, kTiles>;
 
  public:
   __device__ __forceinline__ QueryGradients(const BackwardParamsOf<Shape>& params, uint8_t* shared)
@@ -143,8 +146,9 @@ class QueryGradients {
     } else if constexpr (Shape::kHasBias) {
       // The first block may begin before the first key that some row attends to.
       const int32_t hidden = segment_.columns.begin - first;
-      fetch_keys<T, Shape, Shape::kBlock>(params_, row, count, segment_.kv_head, to, to + Shape::kBlockBytes,
-                                          [=](int32_t key) { return key >= hidden; });
+      fetch_keys<T, Shape, Shape::kBlock, typename Shape::Keys>(params_, row, count, segment_.kv_head, to,
+                                                                to + Shape::kBlockBytes,
+                                                                [=](int32_t key) { return key >= hidden; });
     } else {
       fetch_keys<T, Shape, Shape::kBlock>(params_, row, count, segment_.kv_head, to, to + Shape::kBlockBytes);
     }
@@ -176,10 +180,34 @@ class QueryGradients {
         bias_rows()[row] = bias_row_index(all_params_.bias, segment_.tile.sequence, held().head(row), query);
       }
       __syncthreads();
-      return segment_.columns.begin / 8 * 8;
+      return first_biased_key();
     } else {
       return segment_.columns.begin;
     }
+  }
+  /// The first key of the segment's first block with a bias.
+  __device__ __forceinline__ int32_t first_biased_key() const { return segment_.columns.begin / 8 * 8; }
+  /// Stores zeros to the gradient of the bias of the segment's rows and of the keys before and after its blocks, which
+  /// begin at key `first`.
+  __device__ __forceinline__ void clear_dbias_around(int32_t first) const {
+    const int32_t keys = all_params_.bias.keys, begin = min(first, keys);
+    const int32_t blocks = (segment_.columns.end - first + Shape::kBlock - 1) / Shape::kBlock;
+    const int32_t end = min(first + blocks * Shape::kBlock, keys);
+    if (begin == 0 && end == keys) return;
+    with_bias_type<T>(all_params_.dbias_is_f32, [&](auto type) {
+      using E = decltype(type);
+#pragma unroll 1
+      for (int32_t row = ptx::thread() / 32; row < Shape::kHeld; row += Shape::kWarps) {
+        if (bias_rows()[row] == kNoBiasRow) continue;
+        E* const to = dbias_row<E>(all_params_, bias_rows()[row]);
+        clear_elements(to, begin);
+        clear_elements(to + end, keys - end);
+      }
+    });
+  }
+  /// Starts to load the bias of the warp's rows and of the chunk that begins at key `first`.
+  __device__ __forceinline__ void load_bias(int32_t first) {
+    bias_.load(all_params_.bias, bias_rows() + row_warp() * Shape::kWarpRows, first);
   }
   /// The first block from `key` on that some row attends to.
   __device__ __forceinline__ int32_t block_from(int32_t key) const {
@@ -204,6 +232,11 @@ class QueryGradients {
             if (to.position == kNoPosition) continue;
             to.negative_slope = negative_slope(params_.forward, segment_.tile.sequence, held().head(row));
           }
+          if constexpr (Shape::kHasBias) {
+            const int32_t first = first_biased_key();
+            if (all_params_.dq_stores_dbias != 0) clear_dbias_around(first);
+            if constexpr (Shape::kHasAlignedBias) load_bias(first);
+          }
         },
         [](int32_t, int) { ptx::cp_async_wait<0>(); },
         [&](int32_t first, int32_t chunk, int stage) { process_chunk(first, chunk, stage); });
@@ -218,7 +251,13 @@ class QueryGradients {
     Scores p, ds;
     const int32_t column = first + own_chunk;
     const QueryRowStats* const stats = row_stats() + warp_row;
-    if constexpr (Shape::kStagesBias) {
+    if constexpr (Shape::kHasAlignedBias) {
+      multiply_rows<T, Rows, kSteps>(ds, douts, chunk_values);
+      bias_.start(p, params_.forward);
+      multiply_rows<T, Rows, kSteps, true>(p, rows, chunk_keys);
+      p_and_ds<T, false, LogitsTransform>(p, ds, params_.forward, stats, column);
+      load_bias(column + Shape::kChunk);
+    } else if constexpr (Shape::kStagesBias) {
       multiply_rows<T, Rows, kSteps>(p, rows, chunk_keys);
       multiply_rows<T, Rows, kSteps>(ds, douts, chunk_values);
       const StagedBias<Shape, T> block = staged_bias(first, stage);
@@ -250,9 +289,9 @@ class QueryGradients {
         const ColumnRange visible = {visibility.begin(query), visibility.end(query)};
         return position != kNoPosition && visible.begin < visible.end ? visible : ColumnRange{0, 0};
       };
-      mask(p, ds, columns_of, column);
+      mask<typename Shape::Keys>(p, ds, columns_of, column);
     }
-    if constexpr (Shape::kHasBias) {
+    if constexpr (Shape::kHasBias && !Shape::kHasAlignedBias) {
       if (all_params_.dq_stores_dbias != 0 && column_warp() == 0) store_dbias_of(ds, warp_row, first, own_chunk, stage);
     }
     const int32_t first_chunk = 2 * column_warp();
@@ -265,6 +304,10 @@ class QueryGradients {
       accumulate<T, Columns>(dq_, Shared(from), keys(stage), first_chunk);
     } else {
       accumulate<T, Columns>(dq_, RegisterOperand<T, kTiles, kBlocks>{ds}, chunk_keys, first_chunk);
+    }
+    if constexpr (Shape::kHasAlignedBias) {
+      // The stores are beside products.
+      if (all_params_.dq_stores_dbias != 0) Bias::store(all_params_, bias_rows() + warp_row, column, ds);
     }
   }
 
@@ -296,6 +339,7 @@ class QueryGradients {
   SequenceSegment& segment_;
   uint32_t base_;
   float dq_[kTiles][kColumnTiles][4];
+  Bias bias_;  // kHasAlignedBias: of the next chunk
 };
 
 }  // namespace xa

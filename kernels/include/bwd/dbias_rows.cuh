@@ -17,6 +17,18 @@ __device__ __forceinline__ E* dbias_row(const BiasBackwardParams& params, BiasRo
   return static_cast<E*>(params.dbias) + static_cast<int64_t>(row) * static_cast<uint32_t>(params.bias.keys);
 }
 
+/// Stores zeros to `count` elements at `to`, by the lanes of a warp.
+template <typename E>
+__device__ __forceinline__ void clear_elements(E* to, int32_t count) {
+  constexpr int32_t kElements = 16 / static_cast<int32_t>(sizeof(E));
+  const auto misaligned = static_cast<int32_t>(reinterpret_cast<uint64_t>(to) % 16 / sizeof(E));
+  const int32_t head = min(count, (kElements - misaligned) % kElements), chunks = (count - head) / kElements;
+  const int32_t lane = threadIdx.x % 32, tail = head + chunks * kElements;
+  if (lane < head) to[lane] = E{};
+  for (int32_t i = lane; i < chunks; i += 32) reinterpret_cast<uint4*>(to + head)[i] = make_uint4(0, 0, 0, 0);
+  if (lane < count - tail) to[tail + lane] = E{};
+}
+
 /// Stores the gradients of keys `key`, an even number, and `key + 1` of the row at `row`, if they exist.
 template <typename E>
 __device__ __forceinline__ void store_dbias_pair(E* row, int32_t key, int32_t keys, float2 pair) {

@@ -6,6 +6,7 @@
 #include <cstdint>
 
 #include "bwd/bias_rows.cuh"
+#include "bwd/key_order.cuh"
 #include "bwd/ptx_extra.cuh"
 #include "bwd/sequence_segment.cuh"
 #include "element.cuh"
@@ -153,8 +154,9 @@ __device__ __forceinline__ void p_and_ds(float (&score)[kTiles][kBlocks][4], flo
 }
 
 /// Sets P and dS to 0 outside of each row's visible columns, `columns_of(row)` for row `row` of the warp; the
-/// accumulators begin at column `first_column`. Selects instead of multiplying, because masked values may be NaN.
-template <typename ColumnsOf, int kTiles, int kBlocks>
+/// accumulators begin at column `first_column` and have the order `Keys`. Selects instead of multiplying, because
+/// masked values may be NaN.
+template <typename Keys = KeysInOrder, typename ColumnsOf, int kTiles, int kBlocks>
 __device__ __forceinline__ void mask(float (&p)[kTiles][kBlocks][4], float (&ds)[kTiles][kBlocks][4],
                                      const ColumnsOf& columns_of, int32_t first_column) {
   const int32_t lane = ptx::thread() % 32, g = lane / 4, t = lane % 4;
@@ -168,7 +170,7 @@ __device__ __forceinline__ void mask(float (&p)[kTiles][kBlocks][4], float (&ds)
       for (int block = 0; block < kBlocks; ++block) {
 #pragma unroll
         for (int i = 2 * half; i < 2 * half + 2; ++i) {
-          const int32_t column = first_column + 8 * block + 2 * t + i % 2;
+          const int32_t column = first_column + Keys::of_lane(t) + Keys::offset(block, i % 2);
           const bool masked =
               static_cast<uint32_t>(column - columns.begin) >= static_cast<uint32_t>(columns.end - columns.begin);
           p[tile][block][i] = masked ? 0.0f : p[tile][block][i];

@@ -5,6 +5,7 @@
 #include <cstdint>
 
 #include "bwd/gradient_type.cuh"
+#include "bwd/key_order.cuh"
 #include "bwd/ptx_extra.cuh"
 #include "bwd/sequence_segment.cuh"
 #include "chunk.cuh"
@@ -89,14 +90,35 @@ __device__ __forceinline__ void fetch_queries(const BackwardParams& params, cons
   }
 }
 
+/// As `fetch_queries`, for rows at `places`.
+template <typename T, typename Shape, int kRows>
+__device__ __forceinline__ void fetch_placed_queries(const BackwardParams& params, const QueryRowPlace* places,
+                                                     int32_t count, uint32_t queries, uint32_t douts) {
+  using Grid = ThreadGrid<T, Shape::kHeadDim, Shape::kThreads>;
+  const Grid grid;
+  static_assert(kRows % Grid::kStep == 0 && Grid::kStep % 8 == 0 && Grid::kChunks == Grid::kLanes);
+  const int32_t element = grid.chunk * Grid::kElements;
+  const bool in_q = element < params.forward.head_dim, in_dout = element < params.forward.value_dim;
+  const int32_t q_element = in_q ? element : 0, dout_element = in_dout ? element : 0;
+  const uint32_t to = Shape::Rows::offset(grid.row, grid.chunk);
+#pragma unroll
+  for (int32_t i = 0; i < kRows; i += Grid::kStep) {
+    const QueryRowPlace& place = places[i + grid.row];
+    const bool exists = i + grid.row < count;
+    const uint32_t to_row = Shape::Rows::moved(to, i, 0);
+    ptx::cp_async_16(queries + to_row, static_cast<const T*>(place.q) + q_element, exists && in_q);
+    ptx::cp_async_16(douts + to_row, static_cast<const T*>(place.dout) + dout_element, exists && in_dout);
+  }
+}
+
 /// For `fetch_keys`: queries attend to all keys.
 struct AllAttended {
   __device__ __forceinline__ bool operator()(int32_t) const { return true; }
 };
 
-/// As `fetch_queries`, for `kRows` rows of K and V from row `first` of these tensors on. Rows for which `attended(row)`
-/// is false become zeros too.
-template <typename T, typename Shape, int kRows, typename Attended = AllAttended>
+/// As `fetch_queries`, for `kRows` rows of K and V from row `first` of these tensors on, which get the order `Keys`.
+/// Rows for which `attended(row)` is false become zeros too.
+template <typename T, typename Shape, int kRows, typename Keys = KeysInOrder, typename Attended = AllAttended>
 __device__ __forceinline__ void fetch_keys(const BackwardParams& params, int32_t first, int32_t count, int32_t kv_head,
                                            uint32_t keys, uint32_t values, const Attended& attended = {}) {
   using Grid = ThreadGrid<T, Shape::kHeadDim, Shape::kThreads>;
@@ -108,8 +130,9 @@ __device__ __forceinline__ void fetch_keys(const BackwardParams& params, int32_t
   for (int32_t i = 0; i < kRows; i += Grid::kStep) {
     const int32_t row = i + grid.row;
     if (kRows % Grid::kStep != 0 && row >= kRows) break;
-    const bool exists = row < count && attended(row);
-    const int64_t from = first + (exists ? row : 0);
+    const int32_t key = Keys::of_row(row);
+    const bool exists = key < count && attended(key);
+    const int64_t from = first + (exists ? key : 0);
     fetch_row<Grid, typename Shape::Rows>(keys, row, k + from * k_source.token_stride,
                                           exists ? params.forward.head_dim : 0);
     fetch_row<Grid, typename Shape::Rows>(values, row, v + from * v_source.token_stride,

@@ -32,6 +32,13 @@ struct QueryRowStats {
 };
 constexpr int32_t kNoPosition = INT32_MIN;
 
+/// Where a query row begins: its addresses in Q and dO, and its element in the bias, kNoBias if it has none.
+struct QueryRowPlace {
+  const void* q;
+  const void* dout;
+  int64_t bias;
+};
+
 /// Columns [begin, end) of the score matrix of a segment. Columns are the streamed rows: keys of the sequence (dQ), or
 /// its packed query rows (dK/dV), both counted from the sequence's first one.
 struct ColumnRange {

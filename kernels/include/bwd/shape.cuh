@@ -10,13 +10,14 @@
 //
 //     rows held (2 operands) | kStages blocks of streamed rows (2 operands) | exchanged P, dS | QueryRowStats |
 //     dK/dV: ColumnRange of each key; with bounds of keys (shape_key_ranges), RowRange of each query row |
-//     with a bias (shape_bias): the index of each query row in it | SequenceSegment | kStagesBias: the bias of each
-//     block (staged_bias.cuh)
+//     with a bias (shape_bias): the index of each query row in it, or kHasPlaces: QueryRowPlace of each query row of
+//     two blocks | SequenceSegment | kStagesBias: the bias of each block (staged_bias.cuh)
 #pragma once
 
 #include <cstdint>
 #include <type_traits>
 
+#include "bwd/key_order.cuh"
 #include "bwd/sequence_segment.cuh"
 #include "element.cuh"
 #include "shared_rows.cuh"
@@ -42,8 +43,12 @@ struct BackwardShape : tiles::AttentionBwd<Gradient, Shape, sizeof(T), kHeadDim_
   /// Whether query rows have bounds of their keys (key_ranges.cuh).
   static constexpr bool kHasRanges = std::is_same_v<Shape, tiles::shape_key_ranges>;
   /// Whether pairs of rows and keys have a bias (score_bias.cuh).
-  static constexpr bool kHasBias =
-      std::is_same_v<Shape, tiles::shape_bias> || std::is_same_v<Shape, tiles::shape_bias_large>;
+  static constexpr bool kHasBias = std::is_same_v<Shape, tiles::shape_bias> ||
+                                   std::is_same_v<Shape, tiles::shape_bias_large> ||
+                                   std::is_same_v<Shape, tiles::shape_bias_aligned>;
+  /// Whether rows of the bias, and of its gradient in dQ, begin with chunks of 16 bytes (aligned_bias.cuh).
+  static constexpr bool kHasAlignedBias = std::is_same_v<Shape, tiles::shape_bias_aligned>;
+  using Keys = std::conditional_t<kHasAlignedBias && !kHoldsKeys, KeysOfLanes, KeysInOrder>;
   static constexpr int kWarps = Config::kRowWarps * Config::kColumnWarps, kThreads = 32 * kWarps;
   static constexpr int kWarpRows = 16 * Config::kRowTiles;
   /// Rows of the block that the CTA holds.
@@ -74,8 +79,13 @@ struct BackwardShape : tiles::AttentionBwd<Gradient, Shape, sizeof(T), kHeadDim_
   static constexpr int kColumnRangesOffset = kQueryRowsOffset + kQueryRows * static_cast<int>(sizeof(QueryRowStats));
   static constexpr int kRanges = kHasRanges ? kQueryRows : (kHoldsKeys ? kHeld : 0);
   static constexpr int kBiasRowsOffset = kColumnRangesOffset + kRanges * static_cast<int>(sizeof(ColumnRange));
-  static constexpr int kBiasRows = kHasBias ? kQueryRows : 0;
-  static constexpr int kSegmentOffset = kBiasRowsOffset + kBiasRows * static_cast<int>(sizeof(BiasRowIndex));
+  static constexpr int kBiasRows = kHasBias && !(kHasAlignedBias && kHoldsKeys) ? kQueryRows : 0;
+  /// Whether there is a QueryRowPlace for each row of two blocks.
+  static constexpr bool kHasPlaces = kHoldsKeys && kHasAlignedBias;
+  static constexpr int kPlacesOffset =
+      (kBiasRowsOffset + kBiasRows * static_cast<int>(sizeof(BiasRowIndex)) + 7) / 8 * 8;
+  static constexpr int kPlaces = kHasPlaces ? 2 * Config::kBlock : 0;
+  static constexpr int kSegmentOffset = kPlacesOffset + kPlaces * static_cast<int>(sizeof(QueryRowPlace));
 
   /// The query rows and keys of a stage of the bias, and the bytes of a row of elements E.
   static constexpr int kStagedRows = kHoldsKeys ? Config::kBlock : kHeld;
@@ -89,6 +99,7 @@ struct BackwardShape : tiles::AttentionBwd<Gradient, Shape, sizeof(T), kHeadDim_
       kBiasBytes > 0 ? kBiasOffset + kBiasBytes : kSegmentOffset + static_cast<int>(sizeof(SequenceSegment));
 
   static_assert(Config::kBlock % Config::kChunk == 0 && Config::kChunk % 16 == 0);
+  static_assert(!kHasAlignedBias || (Config::kChunk == 32 && Config::kRowTiles == 2 && sizeof(T) == 2));
   static_assert(Config::kSharedBytes == kNeededBytes,
                 "shared_bytes in variants.toml must be the bytes that the kernel uses");
 };

@@ -42,13 +42,23 @@ pub(super) fn params(
         dbias_is_f32: i32::from(problem.dbias.is_some_and(|dbias| dbias.dtype == DType::F32)),
         dq_stores_dbias: i32::from(problem.dbias.is_some() && main_kernel_stores_it(&problem.forward, bias)),
         tiles_per_cta: tiles_per_cta(bias, device) as i32,
-        reserved: 0,
+        dq_clears_dbias: 1,
     })
 }
 
 /// Whether dS of the kernel for dQ is the gradient of the bias, which that kernel then stores.
 pub(super) fn main_kernel_stores_it(forward: &Attention, bias: &Bias) -> bool {
     (bias.seqs, bias.heads) == (forward.max_seqs, forward.num_q_heads) && forward.score.softcap == 0.0
+}
+
+/// Whether a row of the bias, and of the gradient that the kernel for dQ stores, begins with a chunk of 16 bytes and has
+/// elements of q's type.
+pub(super) fn is_aligned(problem: &FlashAttnVarlenBwd, bias: &Bias) -> bool {
+    let dtype = problem.forward.q.dtype;
+    let stored = problem.dbias.filter(|_| main_kernel_stores_it(&problem.forward, bias));
+    bias.dtype == dtype
+        && (bias.keys * dtype.size()).is_multiple_of(16)
+        && stored.is_none_or(|dbias| dbias.dtype == dtype)
 }
 
 /// Sequences and heads of a bias times the blocks of rows of each, and its tiles of keys.

@@ -68,6 +68,7 @@ pub(super) fn launches<'p>(
     let backward = BackwardParams::new(problem, &device, delta)?;
     let params = BiasBackwardParams {
         dbias: loaded.gradient_place(&dbias).cast(),
+        dq_clears_dbias: 0,
         ..bias::params(problem, &loaded.bias, &backward, &device)?
     };
     let [clearing, _] = bias::launches(problem, &device, &Parameter::Bias(Rc::new(params)))?;

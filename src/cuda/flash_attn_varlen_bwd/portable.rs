@@ -20,6 +20,9 @@ use std::rc::Rc;
 /// How the shapes of tiles begin that serve only calls that no other shape serves.
 const OWN_SHAPES: [&str; 2] = ["key_ranges", "bias"];
 
+/// The shape for a bias whose rows begin with chunks of 16 bytes. Other shapes serve it too.
+const ALIGNED_BIAS: &str = "bias_aligned";
+
 /// The shape of the tiles for a call with bounds of rows or with a bias.
 fn own_shape(forward: &Attention) -> Option<&'static str> {
     let has = [!forward.queries.key_ranges.is_none(), forward.score.bias.is_some()];
@@ -65,6 +68,7 @@ impl AttentionBwdTile {
 /// the table that fits the device, without a logits transform if the call has none and such a variant is built.
 fn variant(
     forward: &Attention,
+    has_aligned_bias: bool,
     device: &Device,
     kernel: &str,
     gradient: &str,
@@ -73,7 +77,7 @@ fn variant(
     let tiles = ATTENTION_BWD.iter().filter(|t| t.gradient == gradient && t.bytes as usize == dtype.size());
     let own = own_shape(forward);
     let tiles = tiles.filter(|t| own == OWN_SHAPES.into_iter().find(|shape| t.shape.starts_with(shape)));
-    let tiles = tiles.filter(|t| t.head_dim as usize >= dim);
+    let tiles = tiles.filter(|t| t.head_dim as usize >= dim && (has_aligned_bias || t.shape != ALIGNED_BIAS));
     let needed = tiles.clone().map(|t| t.bytes_for(forward)).min().unwrap_or(0);
     let tiles = tiles.filter(|t| t.bytes_for(forward) <= device.shared_memory);
     let bucket = tiles.clone().map(|t| t.head_dim).min();
@@ -105,7 +109,8 @@ fn gradient_launch<'p>(
 ) -> Result<Option<Launch<'p>>> {
     let forward = &problem.forward;
     let kernel = if gradient == "dq" { "attention_bwd_dq" } else { "attention_bwd_dkdv" };
-    let (variant, tile) = variant(forward, device, kernel, gradient)?;
+    let has_aligned_bias = forward.score.bias.as_ref().is_some_and(|of| bias::is_aligned(problem, of));
+    let (variant, tile) = variant(forward, has_aligned_bias, device, kernel, gradient)?;
     let ctas = (rows as u64).div_ceil(tile.held()) * forward.num_kv_heads as u64;
     if ctas > i32::MAX as u64 {
         return Err(Error::unimplemented(format!("{gradient} takes {ctas} blocks; a grid has up to 2^31 - 1")));
@@ -178,7 +183,8 @@ mod tests {
                         let queries = Queries { key_ranges, ..attention.queries };
                         let score = Score { bias, ..attention.score };
                         let problem = Attention { queries, score, head_dim, value_dim, ..attention };
-                        let (found, tile) = variant(&problem, &device, kernel, gradient).expect("there is a kernel");
+                        let (found, tile) =
+                            variant(&problem, false, &device, kernel, gradient).expect("there is a kernel");
                         assert!(tile.head_dim as usize >= dim && tile.shared_bytes <= shared_memory, "{tile:?}");
                         let name = variants::VARIANTS[found].name;
                         assert!(!capped || name.ends_with("_softcap_alibi"), "{name}");
@@ -191,11 +197,29 @@ mod tests {
     }
 
     #[test]
+    fn an_aligned_bias_of_16_bits_has_kernels_of_its_own_up_to_128_columns_without_a_soft_cap() {
+        let plain = problem(64, 1, 8, 64);
+        let bias = Bias { data: std::ptr::null(), dtype: plain.q.dtype, seqs: 1, heads: 1, rows: 8, keys: 8 };
+        let shape = |head_dim, softcap, is_aligned| {
+            let problem = Attention { score: Score { bias: Some(bias), softcap, ..plain.score }, head_dim, ..plain };
+            let device = Device { shared_memory: 99 * 1024, ..device(false) };
+            KERNELS.map(|(kernel, gradient)| {
+                variant(&problem, is_aligned, &device, kernel, gradient).expect("there is a kernel").1.shape
+            })
+        };
+        assert_eq!(shape(64, 0.0, true), [ALIGNED_BIAS; 2]);
+        assert_eq!(shape(128, 0.0, true), [ALIGNED_BIAS; 2]);
+        assert_eq!(shape(128, 0.0, false), ["bias"; 2]);
+        assert_eq!(shape(128, 1.0, true), ["bias"; 2]);
+        assert_eq!(shape(192, 0.0, true), ["bias"; 2]);
+    }
+
+    #[test]
     fn rows_that_do_not_fit_the_gpu_are_refused() {
         let plain = problem(64, 1, 8, 264);
         let problem = Attention { q: Tensor { dtype: DType::F32, ..plain.q }, kv_dtype: DType::F32, ..plain };
         let device = Device { shared_memory: 99 * 1024, ..device(false) };
-        let error = variant(&problem, &device, KERNELS[0].0, KERNELS[0].1).expect_err("they do not fit");
+        let error = variant(&problem, false, &device, KERNELS[0].0, KERNELS[0].1).expect_err("they do not fit");
         let expected =
             "attention_bwd_dq for f32 and head dimension 264 needs 131432 bytes of shared memory; this GPU has 101376";
         assert!(error.to_string().contains(expected), "{error}");
@@ -207,7 +231,7 @@ mod tests {
             let problem = problem(64, 1, 8, head_dim);
             let device = Device { shared_memory: kilobytes * 1024, ..device(false) };
             let (kernel, gradient) = KERNELS[usize::from(gradient)];
-            variants::VARIANTS[variant(&problem, &device, kernel, gradient).expect("there is a kernel").0].name
+            variants::VARIANTS[variant(&problem, false, &device, kernel, gradient).expect("there is a kernel").0].name
         };
         assert_eq!(named(128, 99, false), "attention_bwd_dq_bf16_128_small_none");
         assert_eq!(named(64, 99, true), "attention_bwd_dkdv_bf16_64_small_none");

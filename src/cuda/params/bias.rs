@@ -49,7 +49,8 @@ pub struct BiasBackwardParams {
     pub dq_stores_dbias: i32,
     /// Adjacent tiles of keys that a CTA of `attention_bwd_dbias` computes one after the other.
     pub tiles_per_cta: i32,
-    pub reserved: i32,
+    /// Whether the kernel for dQ also stores zeros to dbias where a row that attends to some keys does not attend to others.
+    pub dq_clears_dbias: i32,
 }
 
 /// Threads of `copy_bias_rows`, and the rows of a CTA, one per warp.
