@@ -69,20 +69,21 @@ fn long_sequences_agree_with_the_reference() {
     }
 }
 
-/// Sequences of up to 16 and up to 32 packed rows, which groups of warps compute: more blocks than groups, fewer, and none.
+/// Up to 16 packed rows per sequence on average, which have tiles of their own over 8-bit caches: sequences of several tiles, of
+/// more blocks of keys than there are groups of warps, of fewer, and of none.
 #[test]
 fn few_packed_rows_agree_with_the_reference() {
     let scaled = [ScaleKind::None, ScaleKind::PerTensor, ScaleKind::None];
     for (index, dtypes) in Dtypes::LATENT.into_iter().enumerate() {
         for (at, (heads, queries, dims)) in
-            [(16, 1, [576, 512]), (5, 3, [96, 64]), (32, 1, [80, 80]), (8, 4, [576, 512])].into_iter().enumerate()
+            [(16, 1, [576, 512]), (5, 3, [96, 64]), (8, 2, [576, 512])].into_iter().enumerate()
         {
-            let lengths = [(queries, 900), (1, 33), (0, 5), (queries, 64), (1, 1), (queries, 300)];
+            let lengths = [(queries + 2, 900), (1, 33), (0, 5), (0, 64), (1, 1), (queries, 300)];
             let mask = [Mask::CAUSAL, Mask::sliding(50), Mask::FULL, Mask::window(70, 3)][(index + at) % 4];
-            let scales = if at % 2 == 0 { [ScaleKind::None; 3] } else { scaled };
+            let scales = if at == 1 { scaled } else { [ScaleKind::None; 3] };
             let softcap = if at == 2 { 20.0 } else { 0.0 };
-            let spec = BatchSpec { mask, scales, softcap, ..BatchSpec::latent(dtypes, heads, dims, &lengths) };
-            let workspace = [Some(latent_workspace()), None][at % 2];
+            let spec = BatchSpec { mask, softcap, scales, ..BatchSpec::latent(dtypes, heads, dims, &lengths) };
+            let workspace = if at == 1 { None } else { Some(latent_workspace()) };
             let memory_layout =
                 MemoryLayout { workspace, rows_around: (0, 0), ..layout([16, 1, 64, 7][(index + at) % 4]) };
             let name = format!("{heads} heads, {queries} queries, {dims:?}");
