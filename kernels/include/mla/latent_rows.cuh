@@ -14,20 +14,20 @@
 
 namespace xa::mla {
 
-/// Streams a group's latent rows of a work tile through Shape::kStages stages. A block is one cp.async group. Every
-/// thread of the group calls each function.
+/// Streams the latent rows of a work tile through Shape::kStages stages. A block is one cp.async group. Every thread of
+/// the CTA calls each function.
 template <typename Shape, typename Stored>
 class LatentRing {
+  static_assert(Shape::kKeyGroups == 1);
   static constexpr int kStages = Shape::kStages, kKeys = Shape::kKeys;
 
  public:
-  /// `group` is the shared address of what the group has, less Shape::kStagesOffset; `first` is the first key of its
-  /// first block.
-  __device__ __forceinline__ LatentRing(const AttentionParams& params, const WorkTile& work, uint32_t group,
+  /// The ring is at Shape::kStagesOffset from shared address `shared`; `first` is the first key of the first block.
+  __device__ __forceinline__ LatentRing(const AttentionParams& params, const WorkTile& work, uint32_t shared,
                                         int32_t first)
       : loader_(params, work),
         end_(work.keys.end),
-        stages_(group + Shape::kStagesOffset),
+        stages_(shared + Shape::kStagesOffset),
         next_key_(first),
         slot_(loader_.find(next_key_ + warp_key())) {}
 
@@ -37,7 +37,7 @@ class LatentRing {
       const TokenSlot slot = slot_;
       const uint32_t to = address(write_stage_) + warp_key() * Shape::StoredRows::kPitch;
       loader_.load_keys(to, next_key_ + warp_key(), slot);
-      next_key_ += kKeys * Shape::kKeyGroups;
+      next_key_ += kKeys;
       // The page of the block after is read ahead, because a look-up takes as long as a block.
       if (next_key_ < end_) slot_ = loader_.find(next_key_ + warp_key());
     }
@@ -54,7 +54,7 @@ class LatentRing {
 
  private:
   static __device__ __forceinline__ int32_t warp_key() {
-    return static_cast<int32_t>(threadIdx.x / 32) % Shape::kGroupWarps * Shape::kKeysPerLoad;
+    return static_cast<int32_t>(threadIdx.x / 32) * Shape::kKeysPerLoad;
   }
   __device__ __forceinline__ uint32_t address(int32_t stage) const { return stages_ + stage * Shape::kStageBytes; }
 
