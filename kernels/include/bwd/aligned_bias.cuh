@@ -8,6 +8,7 @@
 
 #include <cstdint>
 
+#include "bwd/bias_rows.cuh"
 #include "bwd/dbias_rows.cuh"
 #include "bwd/key_order.cuh"
 #include "bwd/ptx_extra.cuh"
@@ -19,12 +20,6 @@
 #include "score_bias.cuh"
 
 namespace xa {
-
-/// What the bias is multiplied by before the products of scores are added to it.
-__device__ __forceinline__ float bias_factor(const AttentionParams& params) {
-  constexpr float kLog2E = 1.44269504088896341f;
-  return kLog2E / params.softmax_scale_log2;
-}
 
 /// dQ: the bias, of type T, of a warp's 16 kTiles rows and 32 keys.
 template <typename T, int kTiles>

@@ -15,6 +15,12 @@
 
 namespace xa {
 
+/// What the bias is multiplied by before the products of scores are added to it.
+__device__ __forceinline__ float bias_factor(const AttentionParams& params) {
+  constexpr float kLog2E = 1.44269504088896341f;
+  return kLog2E / params.softmax_scale_log2;
+}
+
 /// No bias.
 struct NoBias {
   static constexpr bool kExists = false, kIsLate = false;
@@ -55,7 +61,7 @@ class RowBias {
   template <int kTiles, int kBlocks>
   __device__ __forceinline__ void convert(float (&scores)[kTiles][kBlocks][4], const AttentionParams& params) const {
     if (has_softcap(params)) return clear(scores);
-    const float factor = kLog2E / params.softmax_scale_log2;
+    const float factor = bias_factor(params);
     const bool splits = !kHoldsKeys && has_pairs();
     with_bias_type<T>(source_, [&](auto type) {
       using E = decltype(type);

@@ -175,7 +175,7 @@ pub(super) fn launches<'c>(problem: &'c Attention, device: &Device) -> Result<La
     let resident = i64::from(device.resident_blocks(tile.shared_bytes, tile.ctas_per_sm) / tile.ctas());
     let split = KvSplit::of_units(&splittable, unit, tiles, UNLIMITED, resident, 0);
     // The portable kernels convert whole blocks of e4m3fn as those for sm_80 do, on every device.
-    let has_instruction = tile.is_hopper() || tile.operands == "fp8";
+    let has_instruction = tile.is_hopper() || tile.has_few_rows();
     let converting = Device { capability: if has_instruction { device.capability } else { 80 }, ..*device };
     let plain = AttentionParams::new(problem, &converting)?;
     let params = AttentionParams { clears_padding_rows: 1, partial: split.partial, ..plain };
@@ -379,9 +379,11 @@ mod tests {
     #[test]
     #[expect(clippy::float_cmp, reason = "powers of two")]
     fn fp8_is_divided_by_what_the_kernel_does_not_multiply() {
-        for (capability, e4m3fn) in [(80, 256.0), (90, 1.0), (100, 256.0)] {
+        for (capability, q_heads, e4m3fn) in
+            [(80, 128, 256.0), (90, 128, 1.0), (100, 128, 256.0), (80, 16, 256.0), (90, 16, 1.0), (100, 16, 1.0)]
+        {
             let factor = |kv| {
-                let problem = latent(1, 128, DType::BF16, kv);
+                let problem = latent(1, q_heads, DType::BF16, kv);
                 let device = Device { capability, ..device(false) };
                 attention_of(&launches(&problem, &device).expect("the sizes are allowed")).value_factor
             };
