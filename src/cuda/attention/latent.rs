@@ -7,7 +7,7 @@
 
 use super::params::has_wide_rows;
 use super::split::{KvSplit, WorkUnit};
-use super::tiles::transforms_logits;
+use super::tiles::{converts_fp8, transforms_logits};
 use super::{Launch, Launches, Parameter, UNLIMITED, decode, longest_or_mean_queries, max_tiles};
 use crate::cuda::device::Device;
 use crate::cuda::enqueue::{LaunchAttributes, LaunchConfig};
@@ -144,14 +144,14 @@ impl LatentParameter<'_> {
 /// The values of the axis `operands`: of kernels that compute in the type of q, and of those that convert 8-bit rows and q to
 /// f16.
 fn operands(problem: &Attention, device: &Device) -> &'static [&'static str] {
-    match (problem.q.dtype, problem.kv_dtype.size() == 1) {
-        (DType::F32, _) => &["f32"],
-        (DType::F16, false) => &["f16"],
-        (DType::F16, true) if device.capability < 89 => &["f16_fp8", "fp8_shifted"],
-        (DType::F16, true) => &["f16_fp8", "fp8"],
-        (_, false) => &["bf16"],
-        (_, true) if device.capability < 89 => &["bf16_fp8", "fp8_shifted"],
-        (_, true) => &["bf16_fp8", "fp8"],
+    match (problem.q.dtype, problem.kv_dtype.size() == 1, converts_fp8(device)) {
+        (DType::F32, ..) => &["f32"],
+        (DType::F16, false, _) => &["f16"],
+        (DType::F16, true, false) => &["f16_fp8", "fp8_shifted"],
+        (DType::F16, true, true) => &["f16_fp8", "fp8"],
+        (_, false, _) => &["bf16"],
+        (_, true, false) => &["bf16_fp8", "fp8_shifted"],
+        (_, true, true) => &["bf16_fp8", "fp8"],
     }
 }
 
