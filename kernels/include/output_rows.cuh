@@ -33,11 +33,15 @@ class RowWriter {
   __device__ __forceinline__ bool writes(int32_t row) const { return row < map_.num_rows; }
   /// Without `widens_out`, the address of a row of `out`.
   __device__ __forceinline__ T* out(int32_t row) const { return static_cast<T*>(params_.out) + element(row); }
+  /// With `widens_out`, or if T is f32, that address.
+  __device__ __forceinline__ float* wide_out(int32_t row) const {
+    return static_cast<float*>(params_.out) + element(row);
+  }
   /// Stores adjacent columns of a row of `out`, a float2 or a float4 of them, from `column` on.
   template <typename Columns>
   __device__ __forceinline__ void store_out(int32_t row, int32_t column, const Columns& columns) const {
     if (params_.widens_out != 0) {
-      store_columns(static_cast<float*>(params_.out) + element(row) + column, columns);
+      store_columns(wide_out(row) + column, columns);
     } else {
       store(out(row) + column, columns);
     }
@@ -133,15 +137,18 @@ __device__ __forceinline__ void write_warp_rows(const AttentionParams& params, c
     for (int half = 0; half < 2; ++half) {
       const int32_t row = 16 * tile + 8 * half + g;
       const RowResult result = writer.finish(first_row + row, state.max[tile][half], state.sum[tile][half], log2_unit);
-      T* const to = reinterpret_cast<T*>(staging + row * Shape::kQueryPitch) + first_column;
-      const bool is_live = writer.writes(first_row + row);
-      for_columns<Shape::kIsFp8>(state.output[tile], half, [&](int32_t column, const auto& columns) {
-        if (params.widens_out == 0) {
+      // A branch per row, not per column: kernels are a fifth smaller.
+      if (!Element<T>::kIs16Bit || params.widens_out == 0) {
+        T* const to = reinterpret_cast<T*>(staging + row * Shape::kQueryPitch) + first_column;
+        for_columns<Shape::kIsFp8>(state.output[tile], half, [&](int32_t column, const auto& columns) {
           writer.store(to + column, scaled(columns, result.factor));
-        } else if (is_live && first_column + column < params.value_dim) {
-          writer.store_out(first_row + row, first_column + column, scaled(columns, result.factor));
-        }
-      });
+        });
+      } else if (writer.writes(first_row + row)) {
+        float* const to = writer.wide_out(first_row + row) + first_column;
+        for_columns<Shape::kIsFp8>(state.output[tile], half, [&](int32_t column, const auto& columns) {
+          if (first_column + column < params.value_dim) store_columns(to + column, scaled(columns, result.factor));
+        });
+      }
       if (t == 0 && first_column == 0) writer.write_lse(first_row + row, result.lse);
     }
   }
@@ -168,6 +175,7 @@ __device__ __forceinline__ void clear_out_row(const AttentionParams& params, int
   const int32_t bytes = params.widens_out != 0 ? sizeof(float) : sizeof(T);  // of an element
   const int32_t chunks = params.value_dim * bytes / 16;
   auto* const row = static_cast<uint8_t*>(params.out) + token * params.out_token_stride * bytes;
+#pragma unroll 1
   for (int32_t item = thread; item < num_heads * chunks; item += kThreads) {
     const int32_t head = item / chunks;
     uint8_t* const to = row + head * params.out_head_stride * bytes + (item - head * chunks) * 16;
@@ -205,6 +213,7 @@ __device__ __forceinline__ void clear_outer_padding_rows(const AttentionParams& 
     const int32_t token = static_cast<int32_t>(i) + (i < begin ? 0 : end - begin);
     clear_out_row<T, kThreads>(params, num_heads, token, threadIdx.x);
     if (params.lse == nullptr) continue;
+#pragma unroll 1
     for (int32_t head = threadIdx.x; head < num_heads; head += kThreads) {
       params.lse[static_cast<int64_t>(head) * params.num_tokens + token] = -INFINITY;
     }
@@ -227,6 +236,7 @@ __device__ __forceinline__ void clear_all_padding_rows(const AttentionParams& pa
       clear_out_row<T, 32>(params, num_heads, static_cast<int32_t>(first) + __ffs(left) - 1, lane);
     }
     if (!is_padding || params.lse == nullptr) continue;
+#pragma unroll 1
     for (int32_t head = 0; head < num_heads; ++head) {
       params.lse[static_cast<int64_t>(head) * params.num_tokens + token] = -INFINITY;
     }
