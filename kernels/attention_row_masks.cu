@@ -96,13 +96,11 @@ extern "C" __global__ void __launch_bounds__(Shape::kThreads, Shape::kCtasPerSm)
   auto& range = *reinterpret_cast<xa::WorkRange*>(shared + Shape::kWorkRangeOffset);
   const xa::WorkRangeIndex index = {static_cast<int32_t>(blockIdx.y), static_cast<int32_t>(gridDim.y)};
   xa::init_work_tile<LogitsTransform>(attention, work);
-  xa::partition_work<Shape::kThreads, Unit, Shape::kHasFixedSplits>(attention, work, range, index);
-  while (work.tile.num_rows != 0) {
+  xa::for_work_tiles<Shape::kThreads, Unit, Shape::kHasFixedSplits>(attention, work, range, index, [&] {
     do {
       xa::attend_split<Shape, Compute, Stored, LogitsTransform>(params, work, range, shared);
     } while (Shape::kHasFixedSplits && xa::next_fixed_split(range));
-    xa::next_work_tile<Unit>(attention, work, range, index.index);
-  }
+  });
   xa::store_split_record<Shape::kRows>(attention, work, range, index.index);
   if (attention.clears_padding_rows == 0) return;
   xa::clear_padding_rows<Compute, Shape::kThreads>(attention, xa::starts_ascend(work.maxima), range.live,

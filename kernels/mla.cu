@@ -41,14 +41,11 @@ extern "C" __global__ void __launch_bounds__(Shape::kThreads, Shape::kCtasPerSm)
   auto& range = *reinterpret_cast<xa::WorkRange*>(shared + Shape::kWorkRangeOffset);
   const xa::WorkRangeIndex index = {static_cast<int32_t>(blockIdx.y), static_cast<int32_t>(gridDim.y)};
   xa::init_work_tile<LogitsTransform>(params, work);
-  xa::partition_work<Shape::kThreads, Unit, false>(params, work, range, index);
-#pragma unroll 1
-  while (work.tile.num_rows != 0) {
+  xa::for_work_tiles<Shape::kThreads, Unit, false>(params, work, range, index, [&] {
     xa::mla::TileAttention<Shape, T, Stored, LogitsTransform> tile(params, work, shared);
     tile.attend();
     tile.store_result(range);
-    xa::next_work_tile<Unit>(params, work, range, index.index);
-  }
+  });
   xa::store_split_record<Shape::kRows>(params, work, range, index.index);
   if (params.clears_padding_rows == 0) return;
   const bool ascends = xa::starts_ascend(work.maxima);

@@ -31,14 +31,15 @@ __device__ __forceinline__ void attend_keys(const AttentionParams& params, const
     const Writer writer(params, work.tile, work.kv_head);
     store_fixed_split<Shape>(params, work, range, writer, state, offset, begin, shared, transform.log2_unit());
   };
+  const auto query = loop.begin(query_rows);
   if constexpr (kFixedSplits && Shape::kLoadsAcrossSplits) {
     if (range.fixed_split_chunks > 0) {
-      loop.attend_fixed_splits(range, query_rows, transform, store_split);
+      loop.attend_fixed_splits(range, query, transform, store_split);
       return;
     }
   }
   State state;
-  loop.attend(state, query_rows, transform);
+  loop.attend(state, query, transform);
   if constexpr (kFixedSplits && !Shape::kLoadsAcrossSplits) {
     if (range.fixed_split_chunks > 0) {
       store_split(state, query_rows + Shape::kRingsOffset + threadIdx.x / 32 * Shape::kRingBytes,
@@ -61,8 +62,7 @@ __device__ __forceinline__ void decode_work_range(const AttentionParams& params,
   auto& work = *reinterpret_cast<WorkTile*>(shared + Shape::kWorkTileOffset);
   auto& range = *reinterpret_cast<WorkRange*>(shared + Shape::kWorkRangeOffset);
   init_work_tile<LogitsTransform>(params, work);
-  partition_work<Shape::kThreads, Unit, kFixedSplits>(params, work, range, index);
-  while (work.tile.num_rows != 0) {
+  for_work_tiles<Shape::kThreads, Unit, kFixedSplits>(params, work, range, index, [&] {
     if constexpr (kFixedSplits && !Shape::kLoadsAcrossSplits) {
       do {
         if (range.fixed_split_chunks > 0) cut_to_fixed_split<Unit::kKvChunkKeys>(params, work, range);
@@ -71,8 +71,7 @@ __device__ __forceinline__ void decode_work_range(const AttentionParams& params,
     } else {
       attend_keys<Shape, T, Stored, LogitsTransform, kFixedSplits>(params, work, range, shared, make_loop);
     }
-    next_work_tile<Unit>(params, work, range, index.index);
-  }
+  });
   store_split_record<Shape::kRows>(params, work, range, index.index);
 }
 

@@ -39,11 +39,11 @@ class DecodeLoop {
   static constexpr int kStages = Shape::kStages, kStep = Shape::kKeys * Shape::kKeyWarps;
   /// Loads whose addresses are computed together.
   static constexpr int kLoads = Shape::kHoldsAddresses ? Shape::kKeys / kTokensPerLoad : 1;
-  using Query =
-      QueryFragments<1, Shape::kHeadDim, sizeof(T), Shape::kHoldsQuery, Shape::kWarpColumns, Shape::kTileRows>;
 
  public:
   using State = State_;
+  using Query =
+      QueryFragments<1, Shape::kHeadDim, sizeof(T), Shape::kHoldsQuery, Shape::kWarpColumns, Shape::kTileRows>;
 
   /// `rings` is the shared address of the CTA's rings. Issues the first loads of page ids.
   __device__ __forceinline__ DecodeLoop(const AttentionParams& params, const WorkTile& work, uint32_t rings,
@@ -56,13 +56,22 @@ class DecodeLoop {
         loader_(params, work, first_warp_column<Shape>()),
         scales_(scales) {}
 
-  /// Updates `state` by the warp's keys. The copies of the query rows to shared address `query_rows` are already
-  /// committed as the most recent cp.async group.
-  template <typename LogitsTransform>
-  __device__ __forceinline__ void attend(State& state, uint32_t query_rows, const LogitsTransform& transform) {
-    fetch_first();
-    const Query query = wait_for_query(query_rows);
+  /// Starts to copy the first blocks and waits for the query rows, whose copies to shared address `query_rows` are
+  /// already committed as the most recent cp.async group.
+  __device__ __forceinline__ Query begin(uint32_t query_rows) {
+#pragma unroll 1
+    for (int32_t stage = 0; stage < kStages; ++stage) fetch(stage, first_key_ + stage * kStep);
+    ptx::cp_async_wait<kStages>();
+    __syncthreads();
+    Query query(query_rows + first_warp_column<Shape>() * static_cast<int32_t>(sizeof(T)),
+                opaque_if<Shape::kHasTokenScales>(threadIdx.x) % 32);
+    query.fill();
+    return query;
+  }
 
+  /// Updates `state` by the warp's keys.
+  template <typename LogitsTransform>
+  __device__ __forceinline__ void attend(State& state, const Query& query, const LogitsTransform& transform) {
     int32_t stage = 0;
 #pragma unroll 1
     for (int32_t key = first_key_; key < work_.keys.end; key += kStep) {
@@ -79,12 +88,9 @@ class DecodeLoop {
   /// the warp had no keys of the split, which begins at chunk `begin` of the tile. `store` ends with a barrier of the
   /// CTA.
   template <typename LogitsTransform, typename Store>
-  __device__ __forceinline__ void attend_fixed_splits(const WorkRange& range, uint32_t query_rows,
+  __device__ __forceinline__ void attend_fixed_splits(const WorkRange& range, const Query& query,
                                                       const LogitsTransform& transform, const Store& store) {
     int32_t stage = 0, key = first_key_, begin = range.split_begin;
-    fetch_first();
-    const Query query = wait_for_query(query_rows);
-
 #pragma unroll 1
     while (begin < range.split_end) {
       State state;
@@ -92,16 +98,14 @@ class DecodeLoop {
       const bool has_keys = key < end;
 #pragma unroll 1
       while (key < end) {
+        // The stage of the block before this one, which may be the last one of another split, is free.
+        if (key != first_key_) fetch(previous_stage(stage), key + (kStages - 1) * kStep);
         attend_block(state, query, transform, stage, key);
         key += kStep;
-        if (key < end) fetch(stage, key + (kStages - 1) * kStep);
         stage = next_stage(stage);
       }
       state.finish();
-      // The stage of the split's last block is free: its next block is fetched after `store`.
-      const int32_t free_stage = stage == 0 ? kStages - 1 : stage - 1;
-      store(state, has_keys ? keys(free_stage) : 0, begin);
-      if (has_keys) fetch(free_stage, key + (kStages - 1) * kStep);
+      store(state, has_keys ? keys(previous_stage(stage)) : 0, begin);
       begin += range.fixed_split_chunks;
     }
   }
@@ -113,15 +117,8 @@ class DecodeLoop {
     return end < range.split_end ? (range.first_chunk + end) * kStep : work_.keys.end;
   }
   static __device__ __forceinline__ int32_t next_stage(int32_t stage) { return stage + 1 == kStages ? 0 : stage + 1; }
-
-  /// Waits for the query rows, which are the cp.async group before those of the first blocks.
-  static __device__ __forceinline__ Query wait_for_query(uint32_t query_rows) {
-    ptx::cp_async_wait<kStages>();
-    __syncthreads();
-    Query query(query_rows + first_warp_column<Shape>() * static_cast<int32_t>(sizeof(T)),
-                opaque_if<Shape::kHasTokenScales>(threadIdx.x) % 32);
-    query.fill();
-    return query;
+  static __device__ __forceinline__ int32_t previous_stage(int32_t stage) {
+    return stage == 0 ? kStages - 1 : stage - 1;
   }
 
   /// Updates `state` by the blocks of a stage, which begin at `key`.
@@ -170,12 +167,6 @@ class DecodeLoop {
 
   /// Shared address of a stage's block of K; the block of V follows it.
   __device__ __forceinline__ uint32_t keys(int32_t stage) const { return ring_ + stage * 2 * Shape::kBlockBytes; }
-
-  /// Starts to copy the first blocks to all stages.
-  __device__ __forceinline__ void fetch_first() {
-#pragma unroll 1
-    for (int32_t stage = 0; stage < kStages; ++stage) fetch(stage, first_key_ + stage * kStep);
-  }
 
   /// Starts to copy the next blocks, which begin at `key`. Past the end of the keys it commits an empty group, so that
   /// the number of pending groups stays the same.

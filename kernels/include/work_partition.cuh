@@ -320,14 +320,14 @@ class WorkPartitioner {
   bool starts_ascend_ = true;
 };
 
-/// Computes the CTA's work range and starts its first work tile; if there is none, work.tile.num_rows is 0. Every
-/// thread calls this. batch_invariant needs `kFixedSplits`.
+/// Computes the CTA's work range. Its first work tile has not started (WorkRange::has_begun) if the range is empty or
+/// starts with the tile after the boundary's. Every thread calls this. batch_invariant needs `kFixedSplits`.
 ///
 /// The common case takes the path with 32-bit numbers, one sequence per thread and ascending starts, because fetching
 /// instructions dominates planning. The other path handles everything, and is taken only where the first one gives up.
 template <int kThreads, typename Unit, bool kFixedSplits>
-__device__ __forceinline__ void partition_work(const AttentionParams& params, WorkTile& work, WorkRange& range,
-                                               const WorkRangeIndex& index) {
+__device__ __forceinline__ void find_work_range(const AttentionParams& params, WorkTile& work, WorkRange& range,
+                                                const WorkRangeIndex& index) {
   using Fast = WorkPartitioner<kThreads, Unit, int32_t, 1, false>;
   using General = WorkPartitioner<kThreads, Unit, int64_t, kFixedSplits ? 4 : 1, kFixedSplits>;
   bool is_done = params.partial.max_fixed_splits == 0 && Fast(params, work, range, index, false).partition();
@@ -338,8 +338,30 @@ __device__ __forceinline__ void partition_work(const AttentionParams& params, Wo
     is_done = General(params, work, range, index, raises_starts).partition() || raises_starts;
   }
   __syncthreads();
-  // No work tile has started yet if the range is empty or starts with the tile after the boundary's.
+}
+
+/// Computes the CTA's work range and starts its first work tile; if there is none, work.tile.num_rows is 0.
+template <int kThreads, typename Unit, bool kFixedSplits>
+__device__ __forceinline__ void partition_work(const AttentionParams& params, WorkTile& work, WorkRange& range,
+                                               const WorkRangeIndex& index) {
+  find_work_range<kThreads, Unit, kFixedSplits>(params, work, range, index);
   if (range.has_begun == 0) next_work_tile<Unit>(params, work, range, index.index);
+}
+
+/// Computes the CTA's work range and calls `attend()` for each of its work tiles. Every thread calls this. The work
+/// tile is advanced in one place, for the first one too: its instructions are fetched once.
+template <int kThreads, typename Unit, bool kFixedSplits, typename Attend>
+__device__ __forceinline__ void for_work_tiles(const AttentionParams& params, WorkTile& work, WorkRange& range,
+                                               const WorkRangeIndex& index, const Attend& attend) {
+  find_work_range<kThreads, Unit, kFixedSplits>(params, work, range, index);
+  bool has_tile = range.has_begun != 0;
+#pragma unroll 1
+  while (true) {
+    if (!has_tile) next_work_tile<Unit>(params, work, range, index.index);
+    if (work.tile.num_rows == 0) break;
+    attend();
+    has_tile = false;
+  }
 }
 
 /// Writes the SplitRecord of the tile inside of which the work range starts, if any. Tiles are split alike in all KV

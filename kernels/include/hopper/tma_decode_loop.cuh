@@ -67,6 +67,7 @@ class TmaDecodeLoop {
 
  public:
   using State = SoftmaxState<1, Shape::kHeadDim / 8>;
+  using Query = QueryFragments<1, Shape::kHeadDim, sizeof(T), true>;
 
   /// Starts to load page table entries. `count` is the number of blocks that the warp has consumed so far, in all work
   /// tiles.
@@ -80,18 +81,22 @@ class TmaDecodeLoop {
         first_key_(first_block_key<Shape>(work.keys)),
         slots_(params, work, first_key_) {}
 
-  /// Attends to the warp's keys and leaves the result in `state`. The caller has issued the copies of the query rows to
-  /// `query_rows`.
-  template <typename LogitsTransform>
-  __device__ __forceinline__ void attend(State& state, uint32_t query_rows, const LogitsTransform& transform) {
+  /// Issues the loads of the first blocks and waits for the query rows, whose copies to `query_rows` the caller has
+  /// issued.
+  __device__ __forceinline__ Query begin(uint32_t query_rows) {
     int32_t issued = count_;
 #pragma unroll 1
     for (int32_t stage = 0; stage < kStages; ++stage) load(issued++, first_key_ + stage * kStep);
     xa::ptx::cp_async_wait<0>();
     __syncthreads();
-    QueryFragments<1, Shape::kHeadDim, sizeof(T), true> query(query_rows);
+    Query query(query_rows);
     query.fill();
+    return query;
+  }
 
+  /// Attends to the warp's keys and leaves the result in `state`.
+  template <typename LogitsTransform>
+  __device__ __forceinline__ void attend(State& state, const Query& query, const LogitsTransform& transform) {
     int32_t count = count_;
 #pragma unroll 1
     for (int32_t key = first_key_; key < work_.keys.end; key += kStep) {
