@@ -59,8 +59,10 @@ class KeyGradients {
     }
     __syncthreads();
     const auto clear_held = [&] {
-      clear_gradient(params_.dk, forward.head_dim);
-      clear_gradient(params_.dv, forward.value_dim);
+#pragma unroll 1
+      for (int i = 0; i < 2; ++i) {
+        clear_gradient(i == 0 ? params_.dk : params_.dv, i == 0 ? forward.head_dim : forward.value_dim);
+      }
     };
     for_segments<Shape::kThreads, HeldKeys<Shape::kHeld>>(
         forward, segment_, [&] { return count(); },
@@ -319,8 +321,8 @@ class KeyGradients {
   }
   /// Stores zeros to the rows of the block in a gradient.
   __device__ __forceinline__ void clear_gradient(void* gradient, int32_t dim) const {
-    with_gradient_type<T>(params_, gradient,
-                          [&](auto* rows) { clear_rows<Shape::kThreads>(count(), dim, row_at(rows, dim)); });
+    const int32_t bytes = dim * gradient_bytes<T>(params_);
+    clear_rows<Shape::kThreads>(count(), bytes, row_at(static_cast<uint8_t*>(gradient), bytes));
   }
 
   const BackwardParamsOf<Shape>& all_params_;

@@ -68,9 +68,8 @@ class QueryGradients {
           store_gradient();
         },
         [&] {
-          with_gradient_type<T>(params_, params_.dq, [&](auto* dq) {
-            clear_rows<Shape::kThreads>(count(), params_.forward.head_dim, row_at(dq));
-          });
+          const int32_t bytes = forward.head_dim * gradient_bytes<T>(params_);
+          clear_rows<Shape::kThreads>(count(), bytes, row_at(static_cast<uint8_t*>(params_.dq), bytes));
         });
   }
 
@@ -103,11 +102,12 @@ class QueryGradients {
   __device__ __forceinline__ int32_t count() const {
     return min(params_.forward.num_tokens * params_.forward.group - segment_.first, Shape::kHeld);
   }
-  /// The address of a row in dq `[Tq, Hq, D]`. Unsigned numbers are widened to 64 bits without a register for the sign.
+  /// The address of a row in dq `[Tq, Hq, dim]`. Unsigned numbers are widened to 64 bits without a register for the
+  /// sign.
   template <typename Gradient>
-  __device__ __forceinline__ auto row_at(Gradient* dq) const {
+  __device__ __forceinline__ auto row_at(Gradient* dq, uint32_t dim) const {
     const QueryBlock block = held();
-    const uint32_t dim = params_.forward.head_dim, num_heads = params_.forward.num_kv_heads * params_.forward.group;
+    const uint32_t num_heads = params_.forward.num_kv_heads * params_.forward.group;
     return [=](int32_t row) {
       const uint32_t token = block.token(row), head = block.head(row);
       return dq + (static_cast<uint64_t>(token) * num_heads + head) * dim;
@@ -122,7 +122,7 @@ class QueryGradients {
   __device__ __forceinline__ void store_row_stats() const {
     const QueryBlock block = held();
     constexpr int kLanes = 8, kAtOnce = Shape::kThreads / kLanes;
-#pragma unroll 4
+#pragma unroll 1
     for (int32_t row = threadIdx.x / kLanes; row < Shape::kHeld; row += kAtOnce) {
       const int32_t from = min(row, count() - 1), token = block.token(from), head = block.head(from);
       const float delta = delta_of<T, kLanes>(params_, token, head);
@@ -329,7 +329,7 @@ class QueryGradients {
     with_gradient_type<T>(params_, params_.dq, [&](auto* dq) {
       write_rows<T, Shape::kColumnWarps>(dq_, params_.softmax_scale, row_warp(thread) * Shape::kWarpRows, begin,
                                          begin + segment_.tile.num_rows, column_warp(thread), params_.forward.head_dim,
-                                         row_at(dq));
+                                         row_at(dq, params_.forward.head_dim));
     });
   }
 

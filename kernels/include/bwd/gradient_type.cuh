@@ -1,6 +1,8 @@
 // The type of dq, dk and dv: that of the operands, or f32.
 #pragma once
 
+#include <cstdint>
+
 #include "element.cuh"
 #include "params/attention_bwd.cuh"
 
@@ -15,6 +17,12 @@ __device__ __forceinline__ void with_gradient_type(const BackwardParams& params,
     if (params.widens_gradients != 0) return function(static_cast<float*>(gradient));
   }
   function(static_cast<T*>(gradient));
+}
+
+/// Bytes of an element of a gradient.
+template <typename T>
+__device__ __forceinline__ int32_t gradient_bytes(const BackwardParams& params) {
+  return Element<T>::kIs16Bit && params.widens_gradients != 0 ? sizeof(float) : sizeof(T);
 }
 
 }  // namespace xa

@@ -210,15 +210,14 @@ __device__ __forceinline__ void write_rows(const float (&x)[kTiles][kColumnTiles
   }
 }
 
-/// Stores zeros to rows 0 to `count` - 1 of a gradient.
+/// Stores zeros to rows 0 to `count` - 1 of a gradient, each of `bytes` from byte `row_at(row)` on.
 template <int kThreads, typename RowAt>
-__device__ __forceinline__ void clear_rows(int32_t count, int32_t dim, const RowAt& row_at) {
-  constexpr int kElements = 16 / sizeof(*row_at(0));
-  const int32_t chunks = dim / kElements;
+__device__ __forceinline__ void clear_rows(int32_t count, int32_t bytes, const RowAt& row_at) {
+  const int32_t chunks = bytes / 16;
 #pragma unroll 1
   for (int32_t item = ptx::thread(); item < count * chunks; item += kThreads) {
     const int32_t row = item / chunks;
-    *reinterpret_cast<uint4*>(row_at(row) + (item - row * chunks) * kElements) = make_uint4(0, 0, 0, 0);
+    *reinterpret_cast<uint4*>(row_at(row) + (item - row * chunks) * 16) = make_uint4(0, 0, 0, 0);
   }
 }
 
