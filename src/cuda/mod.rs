@@ -29,11 +29,11 @@ mod image_validation;
 mod kernel_launch;
 mod module;
 mod module_image;
+mod padded_bias;
 pub(crate) mod params;
 #[cfg(test)]
 mod sass;
 mod tensor_map;
 mod tiles;
-mod tma_bias;
 mod token_scale_update;
 pub(crate) mod variants;

@@ -123,37 +123,85 @@ fn split_query_heads_agree_with_the_reference() {
     }
 }
 
-/// Biases of every form that Hopper's kernels take, in rows of a multiple of 16 bytes and in others.
+/// Biases of every form that the fastest kernels take, in rows of a multiple of 16 bytes and in others.
 #[test]
 fn biases_agree_with_the_reference() {
-    let masks = [Mask::FULL, Mask::CAUSAL, Mask::window(90, 30), Mask::CAUSAL.top_left()];
-    let heads = [(2, 2), (4, 2), (8, 1), (3, 3)];
     for seed in 0..20 {
-        let head_dim = [64, 128, 96, 40, 72][seed % 5];
-        let keys = [400, 401, 304, 402, 397][seed / 4 % 5];
+        assert_biased_matches_reference(&biased(seed), seed, large_workspace());
+    }
+}
+
+/// The same by the portable kernels on every GPU: the workspace has room for delta and a copy of the bias, but not for dQ in f32.
+#[test]
+fn biases_of_portable_kernels_agree_with_the_reference() {
+    for seed in 0..20 {
+        let spec = biased(seed);
+        assert_biased_matches_reference(&spec, seed, portable_workspace(&spec));
+    }
+}
+
+/// More sequences than the kernels for the gradient of a shared bias describe at a time.
+#[test]
+fn a_bias_of_many_sequences_agrees_with_the_reference() {
+    for (seed, form) in BiasForm::OF_QUERY_TYPE.into_iter().enumerate() {
+        let lengths: Vec<_> = (0..53).map(|i| if i % 9 == 7 { (130 + i % 40, 150) } else { (i % 7, i % 30) }).collect();
         let spec = BatchSpec {
             dtypes: DTYPES[seed % 2].into(),
-            heads: heads[seed / 2 % 4],
-            head_dim,
-            lengths: vec![(150, 150), (1, keys), (70, 290), (140, 12), (0, 9), (9, 200)],
-            mask: masks[seed / 3 % 4],
-            bias: Some(BiasForm::OF_QUERY_TYPE[seed / 5 % 5]),
-            leftpad: seed % 4 == 1,
-            sinks: seed % 3 == 1,
+            heads: [(2, 1), (3, 3)][seed / 2 % 2],
+            head_dim: [64, 96][seed / 2 % 2],
+            lengths,
+            mask: [Mask::FULL, Mask::CAUSAL][seed % 2],
+            bias: Some(form),
             seed: seed as u64,
             ..BatchSpec::default()
         };
-        let layout = MemoryLayout {
-            rows_around: (3, 5),
-            seqused_q: seed % 4 == 2,
-            seqused_k: seed % 3 == 2,
-            seed: seed as u64,
-            ..large_workspace()
-        };
-        let options = [GradientOptions::ALL, GradientOptions::MINIMAL][usize::from(seed % 7 == 6)];
-        let mut case = GradientCase::store(&spec.batch(), &layout, options);
-        assert_named_matches_reference(&format!("{seed}: {spec:?}"), &mut case);
+        for memory in [large_workspace(), portable_workspace(&spec)] {
+            let mut case = GradientCase::store(&spec.batch(), &memory, GradientOptions::ALL);
+            assert_named_matches_reference(&format!("{seed}: {spec:?}"), &mut case);
+        }
     }
+}
+
+/// Sequences with a bias, of several tiles of keys and rows and of few.
+fn biased(seed: usize) -> BatchSpec {
+    let masks = [Mask::FULL, Mask::CAUSAL, Mask::window(90, 30), Mask::CAUSAL.top_left()];
+    let heads = [(2, 2), (4, 2), (8, 1), (3, 3)];
+    let keys = [400, 401, 304, 402, 397][seed / 4 % 5];
+    BatchSpec {
+        dtypes: DTYPES[seed % 2].into(),
+        heads: heads[seed / 2 % 4],
+        head_dim: [64, 128, 96, 40, 72][seed % 5],
+        lengths: vec![(150, 150), (1, keys), (70, 290), (140, 12), (0, 9), (9, 200)],
+        mask: masks[seed / 3 % 4],
+        bias: Some(BiasForm::OF_QUERY_TYPE[seed / 5 % 5]),
+        leftpad: seed % 4 == 1,
+        sinks: seed % 3 == 1,
+        seed: seed as u64,
+        ..BatchSpec::default()
+    }
+}
+
+/// A workspace with room for delta and a copy of the bias, but for no more than a part of what Hopper's kernels take.
+fn portable_workspace(spec: &BatchSpec) -> MemoryLayout {
+    let plain = large_workspace();
+    let bias = spec.batch().bias.expect("it has one");
+    let sequences = if bias.per_sequence { spec.lengths.len() + plain.spare_seqs } else { 1 };
+    let rows: usize = spec.lengths.iter().map(|(rows, _)| rows + 2).sum();
+    let copy = 2 * sequences * bias.heads * bias.rows * bias.keys.next_multiple_of(8);
+    MemoryLayout { workspace: Some(copy + 20 * 4 * spec.heads.0 * rows), ..plain }
+}
+
+fn assert_biased_matches_reference(spec: &BatchSpec, seed: usize, memory: MemoryLayout) {
+    let layout = MemoryLayout {
+        rows_around: (3, 5),
+        seqused_q: seed % 4 == 2,
+        seqused_k: seed % 3 == 2,
+        seed: seed as u64,
+        ..memory
+    };
+    let options = [GradientOptions::ALL, GradientOptions::MINIMAL][usize::from(seed % 7 == 6)];
+    let mut case = GradientCase::store(&spec.batch(), &layout, options);
+    assert_named_matches_reference(&format!("{seed}: {spec:?}"), &mut case);
 }
 
 #[test]
@@ -213,6 +261,7 @@ fn no_sequence_at_all_gives_zeros() {
 mod on_their_own_gpu {
     use super::{
         Alibi, BF16, BatchSpec, BiasForm, F16, GradientCase, GradientOptions, Mask, MemoryLayout, large_workspace,
+        portable_workspace,
     };
     use crate::support::device::{BufferPadding, Gpu};
     use crate::support::log_capture::{assert_logged, log};
@@ -289,6 +338,20 @@ mod on_their_own_gpu {
         {
             let odd = BatchSpec { head_dim, lengths: vec![(rows, 301)], bias: Some(form), ..base.clone() };
             runs_kernel(&odd, &format!("copy_bias_rows with LaunchConfig {{ grid: [{}, 1, 1]", copied / 8));
+        }
+        let run_portable = |spec: &BatchSpec, kernels: &[&str]| {
+            let layout = portable_workspace(spec);
+            let case = GradientCase::of_any_results(AttentionCase::flash(&spec.batch(), &layout), GradientOptions::ALL);
+            case.invocation().run_on_gpu(&gpu, BufferPadding::Redzones, 0).unwrap();
+            kernels.iter().for_each(|kernel| assert_logged(log, kernel));
+        };
+        for (head_dim, keys) in [(64, 304), (128, 301)] {
+            let odd = BatchSpec { head_dim, lengths: vec![(200, keys), (30, 40)], ..base.clone() };
+            let of_shape = format!("attention_bwd_dq_bf16_{head_dim}_bias_aligned_none with");
+            let summing = format!("attention_bwd_dbias_aligned_bf16_{head_dim} with");
+            run_portable(&BatchSpec { bias: Some(BiasForm::SHARED), ..odd.clone() }, &[&of_shape, &summing]);
+            let own = BatchSpec { bias: Some(BiasForm::OWN), ..odd };
+            run_portable(&own, if keys == 301 { &["attention_bwd_delta_bf16 with"] } else { &[] });
         }
         let short = vec![(3, 40); 40];
         runs_kernel(

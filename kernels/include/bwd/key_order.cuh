@@ -26,7 +26,7 @@ struct KeysOfLanes {
     return (row & ~30) | (row & 6) << 2 | (row & 24) >> 2;
   }
   static __device__ __forceinline__ int32_t of_lane(int32_t t) { return 8 * t; }
-  static __device__ __forceinline__ int32_t offset(int block, int i) { return 2 * block + i; }
+  static __device__ __forceinline__ int32_t offset(int block, int i) { return block / 4 * 32 + block % 4 * 2 + i; }
 };
 
 }  // namespace xa

@@ -12,6 +12,13 @@ __device__ __forceinline__ int32_t thread() {
   return x;
 }
 
+/// As `opaque` of a number.
+template <typename T>
+__device__ __forceinline__ T* opaque(T* x) {
+  asm volatile("" : "+l"(x));
+  return x;
+}
+
 /// Copies 4 bytes from global to shared memory.
 __device__ __forceinline__ void cp_async_4(uint32_t destination, const void* source) {
   asm volatile("cp.async.ca.shared.global [%0], [%1], 4;" ::"r"(destination), "l"(source) : "memory");

@@ -5,22 +5,35 @@
 
 use super::{Launch, Parameter};
 use crate::cuda::attention::params::check_dense;
+use crate::cuda::attention::tiles::transforms_logits;
 use crate::cuda::device::Device;
 use crate::cuda::enqueue::LaunchConfig;
+use crate::cuda::padded_bias::PaddedBias;
+use crate::cuda::params::attention::AttentionParams;
 use crate::cuda::params::attention_bwd::BackwardParams;
 use crate::cuda::params::bias::{
-    BiasBackwardParams, BiasSource, DBIAS_KEYS, DBIAS_ROWS, DBIAS_SHARED_BYTES, DBIAS_THREADS,
+    ALIGNED_DBIAS_KEYS, ALIGNED_DBIAS_OTHER_BYTES, ALIGNED_DBIAS_ROWS, ALIGNED_DBIAS_STAGE_BYTES,
+    ALIGNED_DBIAS_THREADS, BiasBackwardParams, BiasSource, DBIAS_KEYS, DBIAS_ROWS, DBIAS_SHARED_BYTES, DBIAS_THREADS,
+    DELTA_ROWS, DELTA_THREADS,
 };
 use crate::cuda::variants;
 use crate::error::{Error, Result};
-use crate::problem::attention::{Attention, Bias};
+use crate::problem::attention::{Attention, Bias, Score};
 use crate::problem::flash_attn_varlen_bwd::FlashAttnVarlenBwd;
-use crate::tensor::DType;
+use crate::tensor::{DType, Tensor};
 use std::ptr::null_mut;
 
 const KERNEL: &str = "attention_bwd_dbias";
+const ALIGNED_KERNEL: &str = "attention_bwd_dbias_aligned";
 const CLEAR_KERNEL: &str = "attention_bwd_dbias_clear";
+const DELTA_KERNEL: &str = "attention_bwd_delta";
 const MAX_TILES_PER_CTA: usize = 16;
+
+/// Values of the axis `head_dim` of `attention_bwd_dbias_aligned`; the shape `bias_aligned` of the other kernels has the same.
+const ALIGNED_HEAD_DIMS: [(usize, &str); 2] = [(64, "64"), (128, "128")];
+
+/// Alignment of a copied bias in the workspace: a cache line.
+const COPY_ALIGNMENT: usize = 128;
 
 /// The parameter of a call with this bias.
 pub(super) fn params(
@@ -41,8 +54,10 @@ pub(super) fn params(
         heads: bias.heads as i32,
         dbias_is_f32: i32::from(problem.dbias.is_some_and(|dbias| dbias.dtype == DType::F32)),
         dq_stores_dbias: i32::from(problem.dbias.is_some() && main_kernel_stores_it(&problem.forward, bias)),
-        tiles_per_cta: tiles_per_cta(bias, device) as i32,
+        tiles_per_cta: SummingKernel::of(problem, bias, backward).tiles_per_cta(bias, device) as i32,
         dq_clears_dbias: 1,
+        dbias_keys: bias.keys as i32,
+        dbias_stages: aligned_stages(device),
     })
 }
 
@@ -51,27 +66,117 @@ pub(super) fn main_kernel_stores_it(forward: &Attention, bias: &Bias) -> bool {
     (bias.seqs, bias.heads) == (forward.max_seqs, forward.num_q_heads) && forward.score.softcap == 0.0
 }
 
+/// The gradient of the bias, if the kernel for dQ stores it.
+fn stored_dbias<'p>(problem: &FlashAttnVarlenBwd<'p>, bias: &Bias) -> Option<Tensor<'p>> {
+    problem.dbias.filter(|_| main_kernel_stores_it(&problem.forward, bias))
+}
+
 /// Whether a row of the bias, and of the gradient that the kernel for dQ stores, begins with a chunk of 16 bytes and has
 /// elements of q's type.
 pub(super) fn is_aligned(problem: &FlashAttnVarlenBwd, bias: &Bias) -> bool {
     let dtype = problem.forward.q.dtype;
-    let stored = problem.dbias.filter(|_| main_kernel_stores_it(&problem.forward, bias));
     bias.dtype == dtype
         && (bias.keys * dtype.size()).is_multiple_of(16)
-        && stored.is_none_or(|dbias| dbias.dtype == dtype)
+        && stored_dbias(problem, bias).is_none_or(|dbias| dbias.dtype == dtype)
 }
 
-/// Sequences and heads of a bias times the blocks of rows of each, and its tiles of keys.
-fn blocks_and_tiles(bias: &Bias) -> (usize, usize) {
-    let blocks = bias.rows.div_ceil(DBIAS_ROWS as usize);
-    ((bias.seqs * bias.heads).saturating_mul(blocks), bias.keys.div_ceil(DBIAS_KEYS as usize))
+/// The value of the axis `head_dim` of the kernels for aligned rows of a bias, if they are built for calls such as this one.
+fn aligned_head_dim(forward: &Attention) -> Option<&'static str> {
+    let dim = forward.head_dim.max(forward.value_dim);
+    let is_built = forward.q.dtype.size() == 2 && !transforms_logits(forward);
+    ALIGNED_HEAD_DIMS.iter().find(|(bucket, _)| is_built && *bucket >= dim).map(|(_, value)| *value)
 }
 
-/// How many adjacent tiles of keys a CTA computes: loads of the next one then run beside this one's products, and what a CTA
-/// begins with is done once. Few, where that would leave SMs without work.
-fn tiles_per_cta(bias: &Bias, device: &Device) -> usize {
-    let (blocks, tiles) = blocks_and_tiles(bias);
-    (blocks.saturating_mul(tiles) / (8 * device.sms as usize).max(1)).clamp(1, MAX_TILES_PER_CTA)
+/// The call's bias in the workspace, from `delta` of all rows on, in rows that begin with chunks. `None` if its rows do, if no kernel
+/// needs that, or without room.
+pub(super) fn copied(problem: &FlashAttnVarlenBwd, delta: *mut f32) -> Option<PaddedBias> {
+    let (forward, workspace) = (&problem.forward, problem.workspace.as_ref()?);
+    let (bias, dtype) = (forward.score.bias.as_ref()?, forward.q.dtype);
+    aligned_head_dim(forward).filter(|_| !delta.is_null() && !is_aligned(problem, bias))?;
+    let end_of_delta = delta.wrapping_add(forward.num_q_heads * forward.num_rows).cast::<u8>();
+    let place = end_of_delta.wrapping_add(end_of_delta.align_offset(COPY_ALIGNMENT));
+    let used = (place as usize).wrapping_sub(workspace.data as usize);
+    let available = workspace.dims.first().map_or(0, |bytes| *bytes as usize).checked_sub(used)?;
+    let has_room = available >= PaddedBias::copied_bytes(bias, dtype);
+    let padded = PaddedBias::new(bias, dtype, has_room.then_some(place))?;
+    let supports_gradient = stored_dbias(problem, bias).is_none_or(|dbias| padded.supports_gradient(&dbias));
+    (padded.is_copied() && supports_gradient).then_some(padded)
+}
+
+/// The call with the copy of its bias, in whose place the kernel for dQ stores the gradient, if it does.
+pub(super) fn with_copy<'p>(problem: &FlashAttnVarlenBwd<'p>, copy: &PaddedBias) -> FlashAttnVarlenBwd<'p> {
+    let score = Score { bias: Some(copy.bias), ..problem.forward.score };
+    let dbias = match stored_dbias(problem, &copy.bias) {
+        Some(dbias) => Some(Tensor { data: copy.gradient_place(&dbias), ..dbias }),
+        None => problem.dbias,
+    };
+    FlashAttnVarlenBwd { forward: Attention { score, ..problem.forward }, dbias, ..*problem }
+}
+
+/// The launch that copies the gradient of a copied bias to the result, if the kernel for dQ has stored it.
+pub(super) fn gradient_launch<'p>(problem: &FlashAttnVarlenBwd, copy: &PaddedBias) -> Result<Option<Launch<'p>>> {
+    let stored = stored_dbias(problem, &copy.bias);
+    stored.map(|dbias| copy.gradient_launch(&dbias, Parameter::CopyRows)).transpose().map(Option::flatten)
+}
+
+/// Stages of `attention_bwd_dbias_aligned`: four, or two where there is no room for them. Then no loads are under way beside products.
+fn aligned_stages(device: &Device) -> i32 {
+    let fit = |stages: i32| aligned_shared_bytes(stages) <= device.shared_memory;
+    if fit(4) { 4 } else { 2 }
+}
+
+fn aligned_shared_bytes(stages: i32) -> u32 {
+    (stages * ALIGNED_DBIAS_STAGE_BYTES + ALIGNED_DBIAS_OTHER_BYTES) as u32
+}
+
+/// The kernel that computes the gradient of a bias that sequences or heads share, or that a soft cap follows.
+#[derive(Clone, Copy)]
+enum SummingKernel {
+    General,
+    /// With the value of its axis `head_dim`. It reads delta, which the kernel for dQ has stored in the workspace, and strides have
+    /// 31 bits of bytes.
+    Aligned(&'static str),
+}
+
+impl SummingKernel {
+    fn of(problem: &FlashAttnVarlenBwd, bias: &Bias, backward: &BackwardParams) -> Self {
+        let BackwardParams { forward, dout_token_stride, dout_head_stride, .. } = backward;
+        let AttentionParams { q_token_stride, q_head_stride, k, v, .. } = forward;
+        let of_keys = [k, v].map(|source| [source.token_stride, source.head_stride]);
+        let of_rows = [*q_token_stride, *q_head_stride, *dout_token_stride, *dout_head_stride];
+        let limit = i64::from(i32::MAX) / problem.forward.q.dtype.size() as i64;
+        let has_short_strides = of_keys.iter().flatten().chain(&of_rows).all(|stride| (0..=limit).contains(stride));
+        let is_aligned = has_short_strides && !backward.delta.is_null() && is_aligned(problem, bias);
+        aligned_head_dim(&problem.forward).filter(|_| is_aligned).map_or(Self::General, Self::Aligned)
+    }
+
+    /// Sequences and heads of a bias times the blocks of rows of each, and its tiles of keys.
+    fn blocks_and_tiles(self, bias: &Bias) -> (usize, usize) {
+        let [rows, keys] = match self {
+            Self::General => [DBIAS_ROWS, DBIAS_KEYS],
+            Self::Aligned(_) => [ALIGNED_DBIAS_ROWS, ALIGNED_DBIAS_KEYS],
+        };
+        let blocks = bias.rows.div_ceil(rows as usize);
+        ((bias.seqs * bias.heads).saturating_mul(blocks), bias.keys.div_ceil(keys as usize))
+    }
+
+    /// How many adjacent tiles of keys a CTA computes: loads of the next one then run beside this one's products, and what a
+    /// CTA begins with is done once. Few, where that would leave SMs without work.
+    fn tiles_per_cta(self, bias: &Bias, device: &Device) -> usize {
+        let (blocks, tiles) = self.blocks_and_tiles(bias);
+        let ctas_per_sm = match self {
+            Self::General => 8,
+            Self::Aligned(_) => 4,
+        };
+        (blocks.saturating_mul(tiles) / (ctas_per_sm * device.sms as usize).max(1)).clamp(1, MAX_TILES_PER_CTA)
+    }
+}
+
+/// The launch that stores delta of all rows.
+pub(super) fn delta_launch<'p>(forward: &Attention, parameter: Parameter<'p>) -> Result<Option<Launch<'p>>> {
+    let variant = variants::find(DELTA_KERNEL, &[variants::dtype_value(forward.q.dtype)])?;
+    let ctas = forward.num_rows.div_ceil(DELTA_ROWS as usize).saturating_mul(forward.num_q_heads);
+    launch(DELTA_KERNEL, variant, ctas, [DELTA_THREADS as u32, 0], parameter)
 }
 
 /// The bias whose gradient the call asks for, and whether the kernel for dQ stores it.
@@ -85,17 +190,30 @@ fn wanted<'p>(problem: &'p FlashAttnVarlenBwd<'_>) -> Option<(&'p Bias, bool)> {
 pub(super) fn launches<'p>(
     problem: &FlashAttnVarlenBwd,
     device: &Device,
+    backward: &BackwardParams,
     parameter: &Parameter<'p>,
 ) -> Result<[Option<Launch<'p>>; 2]> {
     let Some((bias, main_kernel_stores_it)) = wanted(problem) else { return Ok([None, None]) };
-    let (blocks, tiles) = blocks_and_tiles(bias);
     if main_kernel_stores_it {
         let variant = variants::find(CLEAR_KERNEL, &[])?;
-        return Ok([launch(CLEAR_KERNEL, variant, blocks, [DBIAS_THREADS as u32, 0], parameter.clone())?, None]);
+        let ctas = SummingKernel::General.blocks_and_tiles(bias).0;
+        return Ok([launch(CLEAR_KERNEL, variant, ctas, [DBIAS_THREADS as u32, 0], parameter.clone())?, None]);
     }
-    let variant = variants::find(KERNEL, &[variants::dtype_value(problem.forward.q.dtype)])?;
-    let ctas = blocks.saturating_mul(tiles.div_ceil(tiles_per_cta(bias, device)));
-    Ok([None, launch(KERNEL, variant, ctas, [DBIAS_THREADS, DBIAS_SHARED_BYTES].map(|x| x as u32), parameter.clone())?])
+    let dtype = variants::dtype_value(problem.forward.q.dtype);
+    let kernel = SummingKernel::of(problem, bias, backward);
+    let (blocks, tiles) = kernel.blocks_and_tiles(bias);
+    let ctas = blocks.saturating_mul(tiles.div_ceil(kernel.tiles_per_cta(bias, device)));
+    let (name, variant, resources) = match kernel {
+        SummingKernel::General => {
+            (KERNEL, variants::find(KERNEL, &[dtype])?, [DBIAS_THREADS, DBIAS_SHARED_BYTES].map(|x| x as u32))
+        }
+        SummingKernel::Aligned(head_dim) => {
+            let shared_memory = aligned_shared_bytes(aligned_stages(device));
+            let variant = variants::find(ALIGNED_KERNEL, &[dtype, head_dim])?;
+            (ALIGNED_KERNEL, variant, [ALIGNED_DBIAS_THREADS as u32, shared_memory])
+        }
+    };
+    Ok([None, launch(name, variant, ctas, resources, parameter.clone())?])
 }
 
 /// A launch of a kernel for the gradient of a bias, of a CTA per block of it; `None` without CTAs.

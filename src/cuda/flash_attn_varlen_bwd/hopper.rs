@@ -13,11 +13,11 @@ use super::tensor_maps::TensorMapConfig;
 use super::{Launch, Parameter, hopper_bias, sinks, widens_gradients};
 use crate::cuda::device::Device;
 use crate::cuda::enqueue::{LaunchAttributes, LaunchConfig};
+use crate::cuda::padded_bias::PaddedBias;
 use crate::cuda::params::attention_bwd::BackwardParams;
 use crate::cuda::params::hopper_bwd::{BackwardPlan, HopperBackwardParams, SequencePlan, SequenceStart};
 use crate::cuda::tensor_map::{TensorMap, supports_tma};
 use crate::cuda::tiles::{HOPPER_BWD, HopperBwdTile};
-use crate::cuda::tma_bias::TmaBias;
 use crate::cuda::variants;
 use crate::error::Result;
 use crate::problem::attention::{Attention, Score};
@@ -51,7 +51,7 @@ const ALIGNMENT: usize = 128;
 struct HopperBackward {
     tile: &'static HopperBwdTile,
     layout: WorkspaceLayout,
-    bias: Option<TmaBias>,
+    bias: Option<PaddedBias>,
 }
 
 /// Addresses of the buffers in the workspace.
@@ -140,7 +140,7 @@ impl WorkspaceLayout {
         let start = problem.workspace.as_ref()?.data;
         let options = LayoutOptions {
             range_keys: (!problem.forward.queries.key_ranges.is_none()).then_some(problem.num_keys),
-            bias_bytes: score.bias.map(|bias| TmaBias::copied_bytes(&bias, q.dtype)),
+            bias_bytes: score.bias.map(|bias| PaddedBias::copied_bytes(&bias, q.dtype)),
         };
         Some(Self::new(start, queries, columns, [num_rows, max_seqs, num_q_heads], partial, options))
     }

@@ -5,12 +5,12 @@ use super::deferred::defer_params;
 use super::tensor_maps::TensorMapConfig;
 use super::{Launch, Parameter, bias};
 use crate::cuda::device::Device;
+use crate::cuda::padded_bias::PaddedBias;
 use crate::cuda::params::attention_bwd::BackwardParams;
 use crate::cuda::params::bias::{BiasBackwardParams, BiasSource};
 use crate::cuda::params::hopper_bwd::{HopperBackwardParams, HopperBiasBackwardParams, HopperDbiasParams};
 use crate::cuda::tensor_map::TensorMap;
 use crate::cuda::tiles::{HOPPER_BWD_DBIAS, HopperBwdDbiasTile};
-use crate::cuda::tma_bias::TmaBias;
 use crate::cuda::variants;
 use crate::error::{Error, Result};
 use crate::problem::attention::Bias;
@@ -26,15 +26,15 @@ fn stored_dbias<'p>(problem: &FlashAttnVarlenBwd<'p>) -> Option<Tensor<'p>> {
 
 /// The call's bias, or its copy at `copy`, if the kernels take it and the gradient that `hopper_bwd` stores: of q's dtype, and such
 /// that TMA supports them.
-pub(super) fn of(problem: &FlashAttnVarlenBwd, bias: &Bias, copy: *mut u8) -> Option<TmaBias> {
-    let loaded = TmaBias::new(bias, problem.forward.q.dtype, Some(copy))?;
+pub(super) fn of(problem: &FlashAttnVarlenBwd, bias: &Bias, copy: *mut u8) -> Option<PaddedBias> {
+    let loaded = PaddedBias::new(bias, problem.forward.q.dtype, Some(copy))?;
     stored_dbias(problem).is_none_or(|dbias| loaded.supports_gradient(&dbias)).then_some(loaded)
 }
 
 /// The parameter of `hopper_bwd_*_bias`.
 pub(super) fn params(
     problem: &FlashAttnVarlenBwd,
-    loaded: &TmaBias,
+    loaded: &PaddedBias,
     queries: u32,
     common: &HopperBackwardParams,
 ) -> Result<HopperBiasBackwardParams> {
@@ -56,7 +56,7 @@ pub(super) fn params(
 /// The launches that a bias takes before and after the others: `hopper_bwd_prepare` stores `delta` and the lse in base 2.
 pub(super) fn launches<'p>(
     problem: &'p FlashAttnVarlenBwd,
-    loaded: &TmaBias,
+    loaded: &PaddedBias,
     device: Device,
     [delta, lse_log2]: [*mut f32; 2],
 ) -> Result<[Vec<Launch<'p>>; 2]> {
@@ -71,7 +71,7 @@ pub(super) fn launches<'p>(
         dq_clears_dbias: 0,
         ..bias::params(problem, &loaded.bias, &backward, &device)?
     };
-    let [clearing, _] = bias::launches(problem, &device, &Parameter::Bias(Rc::new(params)))?;
+    let [clearing, _] = bias::launches(problem, &device, &backward, &Parameter::Bias(Rc::new(params)))?;
     before.extend(clearing);
     Ok([before, Vec::from_iter(loaded.gradient_launch(&dbias, Parameter::CopyRows)?)])
 }

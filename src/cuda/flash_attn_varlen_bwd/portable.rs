@@ -7,6 +7,7 @@ use crate::cuda::attention::tiles::transforms_logits;
 use crate::cuda::device::Device;
 use crate::cuda::enqueue::LaunchConfig;
 use crate::cuda::params::attention_bwd::BackwardParams;
+use crate::cuda::params::bias::BiasBackwardParams;
 use crate::cuda::params::key_ranges::{KeyRangeBackwardParams, KeyRangeSource};
 use crate::cuda::tiles::{ATTENTION_BWD, AttentionBwdTile};
 use crate::cuda::variants;
@@ -122,25 +123,34 @@ fn gradient_launch<'p>(
 
 /// The launches of a call; never `None`, because these kernels support every call.
 pub(super) fn launches<'p>(problem: &'p FlashAttnVarlenBwd, device: Device) -> Result<Option<Vec<Launch<'p>>>> {
-    let forward = &problem.forward;
-    let (backward, ranges) = (BackwardParams::new(problem, &device, delta(problem))?, &forward.queries.key_ranges);
+    let delta = delta(problem);
+    let copy = bias::copied(problem, delta);
+    // The call as the kernels for its gradients see it.
+    let call = copy.map_or(*problem, |copy| bias::with_copy(problem, &copy));
+    let (forward, ranges) = (&call.forward, &call.forward.queries.key_ranges);
+    let backward = BackwardParams::new(&call, &device, delta)?;
     let parameter = if let Some(of) = &forward.score.bias {
-        Parameter::Bias(Rc::new(bias::params(problem, of, &backward, &device)?))
+        let dbias_keys = problem.forward.score.bias.map_or(0, |original| original.keys as i32);
+        Parameter::Bias(Rc::new(BiasBackwardParams { dbias_keys, ..bias::params(&call, of, &backward, &device)? }))
     } else if ranges.is_none() {
         Parameter::Portable(Rc::new(backward))
     } else {
         Parameter::KeyRanges(Rc::new(KeyRangeBackwardParams { backward, ranges: KeyRangeSource::new(ranges) }))
     };
     let packed_rows = forward.num_rows * (forward.num_q_heads / forward.num_kv_heads);
-    let [clearing, summing] = bias::launches(problem, &device, &parameter)?;
-    let launches = [
-        clearing,
-        gradient_launch(problem, &device, "dq", packed_rows, parameter.clone())?,
-        gradient_launch(problem, &device, "dkdv", problem.num_keys, parameter.clone())?,
-        summing,
-        sinks(problem, parameter)?,
-    ];
-    Ok(Some(launches.into_iter().flatten().collect()))
+    let [clearing, summing] = bias::launches(&call, &device, &backward, &parameter)?;
+    let dq = gradient_launch(&call, &device, "dq", packed_rows, parameter.clone())?;
+    let dkdv = gradient_launch(&call, &device, "dkdv", call.num_keys, parameter.clone())?;
+    let copying_back = copy.map(|copy| bias::gradient_launch(problem, &copy)).transpose()?.flatten();
+    let copying = copy.map(|copy| copy.copy_launch(Parameter::CopyRows)).transpose()?.flatten();
+    // The kernel for dQ stores dbias in the place of the copy, which the one for dK and dV reads.
+    let gradients = if copying_back.is_some() {
+        [bias::delta_launch(forward, parameter.clone())?, dkdv, dq, copying_back]
+    } else {
+        [dq, dkdv, summing, None]
+    };
+    let launches = [copying, clearing].into_iter().chain(gradients).chain([sinks(problem, parameter)?]);
+    Ok(Some(launches.flatten().collect()))
 }
 
 #[cfg(test)]

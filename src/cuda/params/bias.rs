@@ -10,6 +10,17 @@ pub const DBIAS_KEYS: i32 = 64;
 pub const DBIAS_THREADS: i32 = 256;
 pub const DBIAS_SHARED_BYTES: i32 = 75_864;
 
+/// The same of `attention_bwd_dbias_aligned`, whose shared memory has a number of stages, a power of two, and other things.
+pub const ALIGNED_DBIAS_ROWS: i32 = 128;
+pub const ALIGNED_DBIAS_KEYS: i32 = 128;
+pub const ALIGNED_DBIAS_THREADS: i32 = 256;
+pub const ALIGNED_DBIAS_STAGE_BYTES: i32 = 32_768;
+pub const ALIGNED_DBIAS_OTHER_BYTES: i32 = 35_716;
+
+/// Threads of `attention_bwd_delta`, and the query rows of a head that a CTA has.
+pub const DELTA_THREADS: i32 = 256;
+pub const DELTA_ROWS: i32 = 32;
+
 /// A bias `[B or 1, Hq or 1, rows, keys]`, dense and aligned to 16 bytes, of fewer than 2^32 - 1 rows; 0 past its rows and keys.
 #[derive(Clone, Copy)]
 #[repr(C)]
@@ -33,7 +44,7 @@ pub struct BiasParams {
     pub bias: BiasSource,
 }
 
-/// The parameter of `attention_bwd_*_bias`, of `attention_bwd_dbias`, and of the kernels that read its beginning.
+/// The parameter of `attention_bwd_*_bias`, of `attention_bwd_dbias` and `attention_bwd_dbias_aligned`, and of the kernels that read its beginning.
 #[derive(Clone, Copy)]
 #[repr(C)]
 pub struct BiasBackwardParams {
@@ -47,10 +58,14 @@ pub struct BiasBackwardParams {
     pub dbias_is_f32: i32,
     /// Whether `attention_bwd_dq_*_bias` stores dbias. Then each pair of a row and a key has a bias of its own.
     pub dq_stores_dbias: i32,
-    /// Adjacent tiles of keys that a CTA of `attention_bwd_dbias` computes one after the other.
+    /// Adjacent tiles of keys that a CTA of these two kernels computes one after the other.
     pub tiles_per_cta: i32,
     /// Whether the kernel for dQ also stores zeros to dbias where a row that attends to some keys does not attend to others.
     pub dq_clears_dbias: i32,
+    /// Keys of a row of dbias, which the bias has too unless its rows have been padded; the kernel for dQ stores padded rows.
+    pub dbias_keys: i32,
+    /// Stages of `attention_bwd_dbias_aligned`.
+    pub dbias_stages: i32,
 }
 
 /// Threads of `copy_bias_rows`, and the rows of a CTA, one per warp.

@@ -207,7 +207,7 @@ fn what_the_front_ends_allocate_is_enough() {
                     let layout = place(LayoutOptions::default());
                     let with_bias = LayoutOptions { bias_bytes: Some(0), ..LayoutOptions::default() };
                     let copied = Bias { data: null(), dtype, seqs, heads, rows, keys: 1001 };
-                    let bytes = Some(TmaBias::copied_bytes(&copied, dtype));
+                    let bytes = Some(PaddedBias::copied_bytes(&copied, dtype));
                     let with_copied_bias = LayoutOptions { bias_bytes: bytes, ..LayoutOptions::default() };
                     let bias = BiasSizes { keys: 1001, is_shared: false, is_masked: true };
                     let of_copy = sizes.bias_workspace(Op::FlashAttnVarlenBwd, bias);

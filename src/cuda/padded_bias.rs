@@ -1,5 +1,5 @@
-//! A bias of pairs of rows and keys as TMA loads it: where the call has it, or, since TMA needs rows that begin at multiples of 16
-//! bytes, copied to such rows in the workspace.
+//! A bias of pairs of rows and keys in rows that begin at multiples of 16 bytes, as TMA and some portable kernels load it: where the
+//! call has it, or copied to such rows in the workspace.
 
 use super::enqueue::LaunchConfig;
 use super::kernel_launch::{Launch, Parameter};
@@ -58,16 +58,16 @@ impl Bias {
     }
 }
 
-/// A bias of 16-bit elements that TMA loads.
+/// A bias of 16-bit elements in rows of whole chunks, which TMA loads.
 #[derive(Clone, Copy)]
-pub(super) struct TmaBias {
+pub(super) struct PaddedBias {
     /// The call's, or its padded copy.
     pub(super) bias: Bias,
     /// What is copied, in `copy_bias_rows`.
     original: Option<Bias>,
 }
 
-impl TmaBias {
+impl PaddedBias {
     /// Bytes of the copy of a call's bias; 0 if TMA loads it where it is.
     pub(super) fn copied_bytes(bias: &Bias, dtype: DType) -> usize {
         let copied = || bias.padded(null()).keys.saturating_mul(dtype.size()).saturating_mul(bias.all_rows());
@@ -85,7 +85,12 @@ impl TmaBias {
         is_copied.then_some(Self { bias: padded, original: Some(*bias) })
     }
 
-    /// Whether a kernel that stores the bias' gradient by TMA can compute `dbias`.
+    /// Whether it is a copy.
+    pub(super) fn is_copied(&self) -> bool {
+        self.original.is_some()
+    }
+
+    /// Whether a kernel that stores the bias' gradient by TMA, or chunk by chunk, can compute `dbias`.
     pub(super) fn supports_gradient(&self, dbias: &Tensor) -> bool {
         let is_stored = match self.original {
             Some(_) => is_element(dbias.dtype, dbias.data),
