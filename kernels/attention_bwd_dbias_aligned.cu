@@ -16,7 +16,6 @@
 #include "bwd/dbias_sequences.cuh"
 #include "bwd/key_order.cuh"
 #include "bwd/probabilities.cuh"
-#include "bwd/products.cuh"
 #include "bwd/ptx_extra.cuh"
 #include "bwd/rows.cuh"
 #include "element.cuh"
@@ -54,18 +53,19 @@ struct DbiasItem {
 
 /// What all threads know, in shared memory, because registers are scarce.
 struct DbiasState {
-  DbiasItem items[4];  // item n is n % 4: what is fetched comes up to two items after what is added
-  uint32_t first_item;  // of the tile
-  float stats[2][2][128];     // of an item: lse and delta of its rows
-  int32_t matrix;             // the CTA's sequence and head of the bias
+  DbiasItem items[4];      // item n is n % 4: what is fetched comes up to two items after what is added
+  uint32_t first_item;     // of the tile
+  float stats[2][2][128];  // of an item: lse and delta of its rows
+  int32_t matrix;          // the CTA's sequence and head of the bias
   int32_t first_row;
-  int32_t first_key;          // of the tile
+  int32_t first_key;  // of the tile
   int32_t end_key;
   int32_t begin_sequence, end_sequence;
   int32_t first_head, end_head;
   DbiasSequences sequences;
 };
-static_assert(AlignedDbiasShape::kBiasBytes + sizeof(DbiasState) == kAlignedDbiasOtherBytes, "what the launch asks for");
+static_assert(AlignedDbiasShape::kBiasBytes + sizeof(DbiasState) == kAlignedDbiasOtherBytes,
+              "what the launch asks for");
 
 template <typename T, int kHeadDim>
 class AlignedDbias {
@@ -133,15 +133,20 @@ class AlignedDbias {
   static __device__ __forceinline__ int32_t warp_key() { return warp() % Shape::kKeyWarps * 8 * kBlocks; }
 
   /// Steps of Q and K, and of all operands of an item.
-  static constexpr uint32_t kSteps = kHeadDim / Shape::kColumns, kItemSteps = 2 * kSteps;
+  static constexpr int32_t kSteps = kHeadDim / Shape::kColumns, kItemSteps = 2 * kSteps;
   __device__ __forceinline__ int32_t first_head() const { return state_.first_head; }
   __device__ __forceinline__ int32_t end_head() const { return state_.end_head; }
   /// Whether all sequences are described at once.
   __device__ __forceinline__ bool is_single() const {
     return state_.end_sequence - state_.begin_sequence <= DbiasSequences::kCount;
   }
-  /// An even number, which tells the compiler which steps are fetched where an item has two.
-  __device__ __forceinline__ uint32_t stages() const { return all_params_.dbias_stages / 2 * 2u; }
+  __device__ __forceinline__ uint32_t stages() const { return all_params_.dbias_stages; }
+  /// With four stages half of the warps are a step behind the others, so that the probabilities of one half are
+  /// computed beside products of the other.
+  __device__ __forceinline__ bool has_late_warps() const { return stages() > 2; }
+  __device__ __forceinline__ bool is_late() const { return has_late_warps() && warp() >= Shape::kThreads / 64; }
+  /// How many steps are fetched before they are computed by the first warps.
+  __device__ __forceinline__ uint32_t ahead() const { return has_late_warps() ? stages() - 2 : stages() - 1; }
   /// The stage of step `step`, any number, counted from item `item_` on.
   __device__ __forceinline__ uint32_t stage_of(uint32_t step) const {
     return ptx::shared_address(shared_) + ((item_ * kItemSteps + step) & (stages() - 1)) * Shape::kStageBytes;
@@ -150,8 +155,8 @@ class AlignedDbias {
   /// The statistics of an item's rows. With two stages there is one item at a time.
   __device__ __forceinline__ float* stats_of(uint32_t item) const { return state_.stats[item & (stages() / 2 - 1)][0]; }
 
-  /// Describes sequences from `first` on, since all threads have finished with those before, and fetches the first steps
-  /// of their items.
+  /// Describes sequences from `first` on, since all threads have finished with those before, and fetches the first
+  /// steps of their items.
   __device__ __forceinline__ void start_sequences(int32_t first) {
     __syncthreads();
     state_.sequences.describe<Shape::kRows>(params_.forward, first, state_.end_sequence, state_.first_row,
@@ -162,7 +167,7 @@ class AlignedDbias {
       item(item_) = {key, state_.sequences.next(0, key, Shape::kKeys), first_head()};
     }
 #pragma unroll 1
-    for (uint32_t step = 0; step + 1 < stages(); ++step) {
+    for (uint32_t step = 0; step < ahead(); ++step) {
       __syncthreads();
       fetch(step);
     }
@@ -171,15 +176,18 @@ class AlignedDbias {
   /// Adds dS of the items of the tile whose sequences are described.
   __device__ __forceinline__ void add_items() {
     const DbiasSequences& sequences = state_.sequences;
+    // A barrier more for these warps here, and for the others at the end.
+    if (is_late()) pass_barrier(-1);
 #pragma unroll 1
     while (item(item_).slot < sequences.count && item(item_).first_key == state_.first_key) {
       add_item(sequences.of[item(item_).slot]);
       ++item_;
     }
+    if (has_late_warps() && !is_late()) pass_barrier(0);
   }
 
-  /// Starts the copies of step `index`, counted from item `item_` on, if there is such an item. Numbers of rows and keys
-  /// past the last ones of the sequence stand for the last ones, whose scores are masked.
+  /// Starts the copies of step `index`, counted from item `item_` on, if there is such an item. Numbers of rows and
+  /// keys past the last ones of the sequence stand for the last ones, whose scores are masked.
   __device__ __forceinline__ void fetch(uint32_t index) {
     const uint32_t step = index % kItemSteps, number = item_ + index / kItemSteps;
     const bool is_k = step < kSteps;
@@ -238,15 +246,20 @@ class AlignedDbias {
     return of;
   }
 
-  /// Waits for step `step` of item `item_`, starts the copies of a later one, and returns the shared address of its stage.
-  __device__ __forceinline__ uint32_t next_stage(uint32_t step) {
-    if (stages() > 2) {
-      ptx::cp_async_wait<2>();
+  /// Waits until all threads have copied step `step` of item `item_` and have finished with the one of that stage
+  /// before, and starts the copies of a later one.
+  __device__ __forceinline__ void pass_barrier(int32_t step) {
+    if (has_late_warps()) {
+      ptx::cp_async_wait<1>();
     } else {
       ptx::cp_async_wait<0>();
     }
     __syncthreads();
-    fetch(step + stages() - 1);
+    fetch(step + static_cast<int32_t>(ahead() + (is_late() ? 1 : 0)));
+  }
+  /// The same, and returns the shared address of the step's stage.
+  __device__ __forceinline__ uint32_t next_stage(int32_t step) {
+    pass_barrier(step);
     return stage_of(step);
   }
 
@@ -256,37 +269,32 @@ class AlignedDbias {
     const AttentionParams& forward = params_.forward;
     Scores p, dp;
     clear(p);
+    const auto nothing = [](int) {};
 #pragma unroll
-    for (uint32_t step = 0; step < kSteps; ++step) add_products(p, next_stage(step));
-    const uint32_t stage = next_stage(kSteps);
-    if (item_ == state_.first_item) ptx::cp_async_wait<0>();  // for the bias
+    for (int32_t step = 0; step < kSteps; ++step) add_products(p, next_stage(step), nothing);
     clear(dp);
-    add_products(dp, stage);
 #pragma unroll
-    for (uint32_t step = 1; step < kSteps; ++step) add_products(dp, next_stage(kSteps + step));
+    for (int32_t step = kSteps; step + 1 < kItemSteps; ++step) add_products(dp, next_stage(step), nothing);
+    const uint32_t stage = next_stage(kItemSteps - 1);
+    if (item_ == state_.first_item) ptx::cp_async_wait<0>();  // for the bias
     const float* const stats = stats_of(item_) + warp_row() + ptx::thread() % 32 / 4;
+    uint4 chunk;
+    float negative;
+    // P, a sixteenth beside each group of products.
+    add_products(dp, stage, [&](int index) {
+      const int tile = index / 8, half = index / 4 % 2, part = index / 2 % 2;
+      if (part == 0 && index % 2 == 0) negative = negative_lse(stats[16 * tile + 8 * half]);
+      if (index % 2 == 0) chunk = *bias_chunk(tile, half, part);
+      const uint32_t pairs[2] = {index % 2 == 0 ? chunk.x : chunk.z, index % 2 == 0 ? chunk.y : chunk.w};
 #pragma unroll
-    for (int tile = 0; tile < kTiles; ++tile) {
-#pragma unroll
-      for (int half = 0; half < 2; ++half) {
-        const float negative = negative_lse(stats[16 * tile + 8 * half]);
-#pragma unroll
-        for (int part = 0; part < kBlocks / 4; ++part) {
-          const uint4 chunk = *bias_chunk(tile, half, part);
-          const uint32_t pairs[4] = {chunk.x, chunk.y, chunk.z, chunk.w};
-#pragma unroll
-          for (int i = 0; i < 4; ++i) {
-            float& first = p[tile][4 * part + i][2 * half];
-            float& second = p[tile][4 * part + i][2 * half + 1];
-            const float2 pair = unpack<T>(pairs[i]);
-            first = __fmaf_rn(first, forward.softmax_scale_log2, __fmaf_rn(pair.x, kLog2E, negative));
-            second = __fmaf_rn(second, forward.softmax_scale_log2, __fmaf_rn(pair.y, kLog2E, negative));
-            first = ptx::exp2_approx(first);
-            second = ptx::exp2_approx(second);
-          }
-        }
+      for (int i = 0; i < 2; ++i) {
+        float (&x)[4] = p[tile][4 * part + index % 2 * 2 + i];
+        const float2 pair = unpack<T>(pairs[i]);
+        const float first = __fmaf_rn(pair.x, kLog2E, negative), second = __fmaf_rn(pair.y, kLog2E, negative);
+        x[2 * half] = ptx::exp2_approx(__fmaf_rn(x[2 * half], forward.softmax_scale_log2, first));
+        x[2 * half + 1] = ptx::exp2_approx(__fmaf_rn(x[2 * half + 1], forward.softmax_scale_log2, second));
       }
-    }
+    });
     const int32_t first_key = state_.first_key;
     const bool is_whole = sequence.num_rows == Shape::kRows && first_key >= sequence.keys.common_begin &&
                           first_key + Shape::kKeys <= sequence.keys.common_end;
@@ -328,11 +336,31 @@ class AlignedDbias {
     }
   }
 
-  /// scores += A B^T of the warp's rows and keys of a stage.
-  static __device__ __forceinline__ void add_products(Scores& scores, uint32_t stage) {
-    const uint32_t rows = stage + warp_row() * Rows::kPitch;
-    const uint32_t keys = stage + Shape::kOperandBytes + warp_key() * Rows::kPitch;
-    multiply_rows<T, Rows, Shape::kColumns / 16, true>(scores, rows, keys);
+  /// scores += A B^T of the warp's rows and keys of a stage. Calls `beside(index)` after each of 16 groups of products.
+  template <typename Beside>
+  static __device__ __forceinline__ void add_products(Scores& scores, uint32_t stage, const Beside& beside) {
+    const uint32_t lane = ptx::thread() % 32;
+    const uint32_t from_a = stage + warp_row() * Rows::kPitch + Rows::offset(lane % 16, lane / 16);
+    const uint32_t from_b =
+        stage + Shape::kOperandBytes + warp_key() * Rows::kPitch + Rows::offset(lane / 16 * 8 + lane % 8, lane / 8 % 2);
+#pragma unroll
+    for (int step = 0; step < Shape::kColumns / 16; ++step) {
+      uint32_t a[kTiles][4];
+#pragma unroll
+      for (int tile = 0; tile < kTiles; ++tile) ptx::ldmatrix_x4(a[tile], Rows::moved(from_a, 16 * tile, 2 * step));
+#pragma unroll
+      for (int pair = 0; pair < kBlocks / 2; ++pair) {
+        uint32_t b[4];
+        ptx::ldmatrix_x4(b, Rows::moved(from_b, 16 * pair, 2 * step));
+#pragma unroll
+        for (int tile = 0; tile < kTiles; ++tile) {
+#pragma unroll
+          for (int half = 0; half < 2; ++half)
+            Element<T>::mma(scores[tile][2 * pair + half], a[tile], b[2 * half], b[2 * half + 1]);
+        }
+        beside(kBlocks / 2 * step + pair);
+      }
+    }
   }
 
   /// The bias of four pairs of adjacent keys of a row of the thread's scores.

@@ -1,4 +1,5 @@
-// delta of all query rows, to the workspace, where attention_bwd_dkdv comes before attention_bwd_dq, which would store it.
+// delta of all query rows, to the workspace, where attention_bwd_dkdv comes before attention_bwd_dq, which would store
+// it.
 //
 // Compiled once for each value of
 //   XA_DTYPE   f16, bf16

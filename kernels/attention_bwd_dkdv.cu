@@ -201,9 +201,11 @@ class KeyGradients {
     }
   }
 
-  /// Waits for this thread's copies and converts the lse of its row; rows past the last one get probabilities of 0.
+  /// Waits for this thread's copies, shifts its part of the bias and converts the lse of its row; rows past the last
+  /// one get probabilities of 0.
   __device__ __forceinline__ void wait_for(int32_t first, int stage) const {
     ptx::cp_async_wait<0>();
+    if constexpr (Shape::kHasAlignedBias) aligned_bias(stage).settle(segment_.first_key);
     const int32_t index_in_block = ptx::thread();
     if (index_in_block >= Shape::kBlock) return;
     QueryRowStats& row = row_stats(stage)[index_in_block];

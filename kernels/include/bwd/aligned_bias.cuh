@@ -99,7 +99,8 @@ class AlignedBiasStage {
 
   /// Starts to copy the bias of the keys from `first_key` on, any number, of the rows whose first elements are
   /// `row_of(row)`; zeros for kNoBias. All threads of the CTA call it. The keys of a sequence may begin at any row of
-  /// K, so `first_key` need not be a multiple of a chunk.
+  /// K, so `first_key` need not be a multiple of a chunk: then the chunks are copied in which the part of a row lies,
+  /// one more than it has, for `settle`.
   template <typename RowOf>
   __device__ __forceinline__ void fetch(const BiasSource& source, int32_t first_key, const RowOf& row_of) const {
     constexpr int kStep = Shape::kThreads / kChunks;
@@ -119,14 +120,33 @@ class AlignedBiasStage {
       }
       return;
     }
+    const bool is_last = thread % kChunks == kChunks - 1;
 #pragma unroll 2
     for (int32_t i = 0; i < Shape::kStagedRows; i += kStep) {
       const int64_t row = row_of(first + i);
-      const auto chunk = [&](int32_t at) {
+      const auto copy = [&](uint32_t to_chunk, int32_t at) {
         const bool exists = has(at) && row != kNoBias;
-        return exists ? __ldg(reinterpret_cast<const uint4*>(data + row + at)) : make_uint4(0, 0, 0, 0);
+        ptx::cp_async_16(to_chunk, data + (exists ? row + at : 0), exists);
       };
-      ptx::store_shared_16(to + i * kPitch, ChunkWindow{chunk(key), chunk(key + kElements)}.from(shift));
+      copy(to + i * kPitch, key);
+      if (is_last) copy(to + i * kPitch + 16, key + kElements);
+    }
+  }
+  /// Shifts what `fetch` has copied, if `first_key` is not a multiple of a chunk, when this thread's copies are
+  /// complete. All threads of the CTA call it; a warp has whole rows.
+  __device__ __forceinline__ void settle(int32_t first_key) const {
+    const int32_t shift = first_key & (kElements - 1);
+    if (shift == 0) return;
+    static_assert(32 % kChunks == 0);
+    constexpr int kStep = Shape::kThreads / kChunks;
+    const int32_t thread = ptx::thread();
+    const uint32_t from = memory_ + thread / kChunks * kPitch + thread % kChunks * 16;
+    __syncwarp();
+#pragma unroll 2
+    for (int32_t i = 0; i < Shape::kStagedRows; i += kStep) {
+      const uint4 first = ptx::load_shared_16(from + i * kPitch), second = ptx::load_shared_16(from + i * kPitch + 16);
+      __syncwarp();
+      ptx::store_shared_16(from + i * kPitch, ChunkWindow{first, second}.from(shift));
     }
   }
   /// As AlignedBias::start, of the query rows from `row` on and the keys from `column` on: one instruction loads 8 x 8

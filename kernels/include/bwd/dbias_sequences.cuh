@@ -40,11 +40,11 @@ struct DbiasSequences {
   int32_t reserved;
   StartMaxima maxima;  // of the starts before the next ones
 
-  /// Describes sequences from `first` on, of which those from `end` on do not exist. If `continues`, `maxima` are of the
-  /// starts before. All threads of the CTA call it, between barriers.
+  /// Describes sequences from `first` on, of which those from `end` on do not exist. If `continues`, `maxima` are of
+  /// the starts before. All threads of the CTA call it, between barriers.
   template <int kRows>
-  __device__ __forceinline__ void describe(const AttentionParams& params, int32_t first, int32_t end,
-                                           int32_t first_row, bool continues) {
+  __device__ __forceinline__ void describe(const AttentionParams& params, int32_t first, int32_t end, int32_t first_row,
+                                           bool continues) {
     static_assert(kCount <= 32);
     if (ptx::thread() >= 32) return;
     const int32_t lane = ptx::thread();
@@ -61,7 +61,8 @@ struct DbiasSequences {
     QoTile tile = metadata.sequence(params, 0, first + lane);
     tile.first_row = first_row;
     tile.num_rows = lane < kCount && first + lane < end ? min(tile.len_q - first_row, kRows) : 0;
-    DbiasSequence sequence = {tile.first_token + first_row, tile.num_rows, tile.start_k, tile.len_k, {}, tile.leftpad_k, 0};
+    DbiasSequence sequence = {
+        tile.first_token + first_row, tile.num_rows, tile.start_k, tile.len_k, {}, tile.leftpad_k, 0};
     if (tile.num_rows > 0) {
       const Visibility visibility(params, tile);
       sequence.shift = visibility.shift;
