@@ -133,20 +133,17 @@ class AlignedDbias {
   static __device__ __forceinline__ int32_t warp_key() { return warp() % Shape::kKeyWarps * 8 * kBlocks; }
 
   /// Steps of Q and K, and of all operands of an item.
-  static constexpr int32_t kSteps = kHeadDim / Shape::kColumns, kItemSteps = 2 * kSteps;
+  static constexpr uint32_t kSteps = kHeadDim / Shape::kColumns, kItemSteps = 2 * kSteps;
   __device__ __forceinline__ int32_t first_head() const { return state_.first_head; }
   __device__ __forceinline__ int32_t end_head() const { return state_.end_head; }
   /// Whether all sequences are described at once.
   __device__ __forceinline__ bool is_single() const {
     return state_.end_sequence - state_.begin_sequence <= DbiasSequences::kCount;
   }
-  __device__ __forceinline__ uint32_t stages() const { return all_params_.dbias_stages; }
-  /// With four stages half of the warps are a step behind the others, so that the probabilities of one half are
-  /// computed beside products of the other.
-  __device__ __forceinline__ bool has_late_warps() const { return stages() > 2; }
-  __device__ __forceinline__ bool is_late() const { return has_late_warps() && warp() >= Shape::kThreads / 64; }
-  /// How many steps are fetched before they are computed by the first warps.
-  __device__ __forceinline__ uint32_t ahead() const { return has_late_warps() ? stages() - 2 : stages() - 1; }
+  /// An even number, which tells the compiler which steps are fetched where an item has two.
+  __device__ __forceinline__ uint32_t stages() const { return all_params_.dbias_stages / 2u * 2u; }
+  /// How many steps are fetched before they are computed.
+  __device__ __forceinline__ uint32_t ahead() const { return stages() - 1; }
   /// The stage of step `step`, any number, counted from item `item_` on.
   __device__ __forceinline__ uint32_t stage_of(uint32_t step) const {
     return ptx::shared_address(shared_) + ((item_ * kItemSteps + step) & (stages() - 1)) * Shape::kStageBytes;
@@ -170,20 +167,18 @@ class AlignedDbias {
     for (uint32_t step = 0; step < ahead(); ++step) {
       __syncthreads();
       fetch(step);
+      find_next(step);
     }
   }
 
   /// Adds dS of the items of the tile whose sequences are described.
   __device__ __forceinline__ void add_items() {
     const DbiasSequences& sequences = state_.sequences;
-    // A barrier more for these warps here, and for the others at the end.
-    if (is_late()) pass_barrier(-1);
 #pragma unroll 1
     while (item(item_).slot < sequences.count && item(item_).first_key == state_.first_key) {
       add_item(sequences.of[item(item_).slot]);
       ++item_;
     }
-    if (has_late_warps() && !is_late()) pass_barrier(0);
   }
 
   /// Starts the copies of step `index`, counted from item `item_` on, if there is such an item. Numbers of rows and
@@ -192,38 +187,40 @@ class AlignedDbias {
     const uint32_t step = index % kItemSteps, number = item_ + index / kItemSteps;
     const bool is_k = step < kSteps;
     const DbiasItem& item = this->item(number);
-    if (item.slot < state_.sequences.count) {
-      const AttentionParams& forward = params_.forward;
-      const DbiasSequence& sequence = state_.sequences.of[item.slot];
-      const int32_t kv_head = divide_small(item.head, forward.group_reciprocal);
-      const KvSource& kv = is_k ? forward.k : forward.v;
-      const uint32_t thread = ptx::thread(), chunk = thread % 8, row = thread / 8;
-      const int32_t column = step % kSteps * Shape::kColumns + chunk * 8;
-      const bool has_column = column < (is_k ? forward.head_dim : forward.value_dim);
-      const int32_t first_column = has_column ? column : 0;
-      const uint32_t to = stage_of(index) + Rows::offset(row, chunk);
-      const auto fetch_rows = [&](uint32_t to, const void* base, int32_t head, int64_t head_stride, int32_t first,
-                                  int64_t stride, int32_t row, int32_t count) {
-        const T* rows = moved(static_cast<const T*>(base) + first_column, head, head_stride);
-        rows = ptx::opaque(moved(rows, first, stride));
+    const bool exists = item.slot < state_.sequences.count;
+    const AttentionParams& forward = params_.forward;
+    const DbiasSequence& sequence = state_.sequences.of[exists ? item.slot : 0];
+    const int32_t kv_head = divide_small(item.head, forward.group_reciprocal);
+    const KvSource& kv = is_k ? forward.k : forward.v;
+    const uint32_t thread = ptx::thread(), chunk = thread % 8, row = thread / 8;
+    const int32_t column = step % kSteps * Shape::kColumns + chunk * 8;
+    const bool has_column = exists && column < (is_k ? forward.head_dim : forward.value_dim);
+    const int32_t first_column = has_column ? column : 0;
+    const uint32_t to = stage_of(index) + Rows::offset(row, chunk);
+    const auto fetch_rows = [&](uint32_t to, const void* base, int32_t head, int64_t head_stride, int32_t first,
+                                int64_t stride, int32_t row, int32_t count) {
+      const T* rows = moved(static_cast<const T*>(base) + first_column, head, head_stride);
+      rows = ptx::opaque(moved(rows, first, stride));
 #pragma unroll
-        for (int32_t i = 0; i < Shape::kRows; i += Shape::kThreads / 8)
-          ptx::cp_async_16(to + i * Rows::kPitch, moved(rows, min(row + i, count - 1), stride), has_column);
-      };
-      fetch_rows(to, is_k ? forward.q : params_.dout, item.head,
-                 is_k ? forward.q_head_stride : params_.dout_head_stride, sequence.first_token,
-                 is_k ? forward.q_token_stride : params_.dout_token_stride, row, sequence.num_rows);
-      fetch_rows(to + Shape::kOperandBytes, kv.base, kv_head, kv.head_stride, sequence.start_k + item.first_key,
-                 kv.token_stride, KeysOfLanes::of_row(row), sequence.len_k - item.first_key);
-      if (step == kSteps) {
-        const int32_t of_row = min(static_cast<int32_t>(thread % Shape::kRows), sequence.num_rows - 1);
-        const float* const stats = thread < Shape::kRows ? forward.lse : params_.delta;
-        ptx::cp_async_4(ptx::shared_address(stats_of(number)) + thread * 4,
-                        moved(stats + sequence.first_token + of_row, item.head, forward.num_tokens));
-      }
+      for (int32_t i = 0; i < Shape::kRows; i += Shape::kThreads / 8)
+        ptx::cp_async_16(to + i * Rows::kPitch, moved(rows, min(row + i, count - 1), stride), has_column);
+    };
+    fetch_rows(to, is_k ? forward.q : params_.dout, item.head, is_k ? forward.q_head_stride : params_.dout_head_stride,
+               sequence.first_token, is_k ? forward.q_token_stride : params_.dout_token_stride, row, sequence.num_rows);
+    fetch_rows(to + Shape::kOperandBytes, kv.base, kv_head, kv.head_stride, sequence.start_k + item.first_key,
+               kv.token_stride, KeysOfLanes::of_row(row), sequence.len_k - item.first_key);
+    if (step == kSteps && exists) {
+      const int32_t of_row = min(static_cast<int32_t>(thread % Shape::kRows), sequence.num_rows - 1);
+      const float* const stats = thread < Shape::kRows ? forward.lse : params_.delta;
+      ptx::cp_async_4(ptx::shared_address(stats_of(number)) + thread * 4,
+                      moved(stats + sequence.first_token + of_row, item.head, forward.num_tokens));
     }
-    if (step == kItemSteps - 1 && ptx::thread() == 0) this->item(number + 1) = after(item);
     ptx::cp_async_commit();
+  }
+  /// Finds the item after the one whose last step is step `index`.
+  __device__ __forceinline__ void find_next(uint32_t index) {
+    const uint32_t number = item_ + index / kItemSteps;
+    if (index % kItemSteps == kItemSteps - 1 && ptx::thread() == 0) item(number + 1) = after(item(number));
   }
   /// `count` strides, of less than 2^31 bytes, after `from`.
   template <typename E>
@@ -247,19 +244,15 @@ class AlignedDbias {
   }
 
   /// Waits until all threads have copied step `step` of item `item_` and have finished with the one of that stage
-  /// before, and starts the copies of a later one.
-  __device__ __forceinline__ void pass_barrier(int32_t step) {
-    if (has_late_warps()) {
-      ptx::cp_async_wait<1>();
+  /// before, starts the copies of a later one, and returns the shared address of the step's stage.
+  __device__ __forceinline__ uint32_t next_stage(uint32_t step) {
+    if (stages() > 2) {
+      ptx::cp_async_wait<2>();
     } else {
       ptx::cp_async_wait<0>();
     }
     __syncthreads();
-    fetch(step + static_cast<int32_t>(ahead() + (is_late() ? 1 : 0)));
-  }
-  /// The same, and returns the shared address of the step's stage.
-  __device__ __forceinline__ uint32_t next_stage(int32_t step) {
-    pass_barrier(step);
+    fetch(step + ahead());
     return stage_of(step);
   }
 
@@ -271,13 +264,30 @@ class AlignedDbias {
     clear(p);
     const auto nothing = [](int) {};
 #pragma unroll
-    for (int32_t step = 0; step < kSteps; ++step) add_products(p, next_stage(step), nothing);
-    clear(dp);
-#pragma unroll
-    for (int32_t step = kSteps; step + 1 < kItemSteps; ++step) add_products(dp, next_stage(step), nothing);
-    const uint32_t stage = next_stage(kItemSteps - 1);
-    if (item_ == state_.first_item) ptx::cp_async_wait<0>();  // for the bias
+    for (uint32_t step = 0; step < kSteps; ++step) {
+      add_products(p, next_stage(step), nothing);
+      find_next(step + ahead());
+    }
     const float* const stats = stats_of(item_) + warp_row() + ptx::thread() % 32 / 4;
+    if (item_ == state_.first_item) ptx::cp_async_wait<0>();  // for the bias
+    uint32_t stage = next_stage(kSteps);
+    // dP - delta: the sum begins with -delta.
+#pragma unroll
+    for (int tile = 0; tile < kTiles; ++tile) {
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        const float delta = stats[Shape::kRows + 16 * tile + 8 * half];
+#pragma unroll
+        for (int block = 0; block < kBlocks; ++block)
+          dp[tile][block][2 * half] = dp[tile][block][2 * half + 1] = -delta;
+      }
+    }
+#pragma unroll
+    for (uint32_t step = kSteps + 1; step < kItemSteps; ++step) {
+      add_products(dp, stage, nothing);
+      find_next(step - 1 + ahead());
+      stage = next_stage(step);
+    }
     uint4 chunk;
     float negative;
     // P, a sixteenth beside each group of products.
@@ -295,13 +305,14 @@ class AlignedDbias {
         x[2 * half + 1] = ptx::exp2_approx(__fmaf_rn(x[2 * half + 1], forward.softmax_scale_log2, second));
       }
     });
+    find_next(kItemSteps - 1 + ahead());
     const int32_t first_key = state_.first_key;
     const bool is_whole = sequence.num_rows == Shape::kRows && first_key >= sequence.keys.common_begin &&
                           first_key + Shape::kKeys <= sequence.keys.common_end;
     if (is_whole) {
-      add(p, dp, stats, [](int) { return [](int) { return false; }; });
+      add(p, dp, [](int) { return [](int) { return false; }; });
     } else {
-      add(p, dp, stats, [&](int of_lane) {
+      add(p, dp, [&](int of_lane) {
         const uint32_t lane = ptx::thread() % 32;
         const int32_t index = warp_row() + of_lane + lane / 4, query = state_.first_row + index;
         const Visibility visibility = sequence.visibility(forward);
@@ -313,14 +324,14 @@ class AlignedDbias {
     }
   }
 
-  /// Adds dS = P (dP - delta), unless a score is masked. `mask_of(row of the lane)` returns which of its keys are.
+  /// Adds dS = P times `dp`, which is dP - delta, unless a score is masked. `mask_of(row of the lane)` returns which of
+  /// its keys are.
   template <typename MaskOf>
-  __device__ __forceinline__ void add(const Scores& p, const Scores& dp, const float* stats, const MaskOf& mask_of) {
+  __device__ __forceinline__ void add(const Scores& p, const Scores& dp, const MaskOf& mask_of) {
 #pragma unroll
     for (int tile = 0; tile < kTiles; ++tile) {
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
-        const float delta = stats[Shape::kRows + 16 * tile + 8 * half];
         const auto is_masked = mask_of(16 * tile + 8 * half);
 #pragma unroll
         for (int block = 0; block < kBlocks; ++block) {
@@ -328,7 +339,7 @@ class AlignedDbias {
           for (int i = 2 * half; i < 2 * half + 2; ++i) {
             // A selection, because what is masked may be NaN.
             float& sum = sums_[tile][block][i];
-            const float next = __fmaf_rn(p[tile][block][i], dp[tile][block][i] - delta, sum);
+            const float next = __fmaf_rn(p[tile][block][i], dp[tile][block][i], sum);
             sum = is_masked(KeysOfLanes::offset(block, i % 2)) ? sum : next;
           }
         }
@@ -402,12 +413,20 @@ class AlignedDbias {
       for_chunks([&](int tile, int half, int part, int32_t row, int32_t key) {
         if (row >= all_params_.bias.rows) return;
         const int64_t index = static_cast<int64_t>(state_.matrix) * all_params_.bias.rows + row;
-        E* const to = static_cast<E*>(all_params_.dbias) + index * keys;
-#pragma unroll
-        for (int i = 0; i < 4; ++i) {
+        E* const to = static_cast<E*>(all_params_.dbias) + index * keys + key;
+        const auto pair = [&](int i) {
           const float (&x)[4] = sums_[tile][4 * part + i];
-          store_dbias_pair(to, key + 2 * i, keys, make_float2(x[2 * half], x[2 * half + 1]));
+          return make_float2(x[2 * half], x[2 * half + 1]);
+        };
+        if constexpr (sizeof(E) == 2) {
+          const auto packed = [&](int i) { return Element<E>::pack(pair(i).x, pair(i).y); };
+          if (keys % 8 == 0) {
+            if (key < keys) *reinterpret_cast<uint4*>(to) = make_uint4(packed(0), packed(1), packed(2), packed(3));
+            return;
+          }
         }
+#pragma unroll
+        for (int i = 0; i < 4; ++i) store_dbias_pair(to - key, key + 2 * i, keys, pair(i));
       });
     });
   }

@@ -106,8 +106,9 @@ impl AttentionSizes {
         }
     }
 
-    /// What a bias of q's type adds to the size for a call of `op` without a soft cap and `ALiBi`. Kernels on Hopper load it by TMA,
-    /// in rows of a multiple of 16 bytes; a bias of other rows is copied to such rows in the workspace, if that is worth it.
+    /// What a bias of q's type adds to the size for a call of `op` without a soft cap and `ALiBi`. Kernels on Hopper, and those for
+    /// gradients on every GPU, load it in rows of a multiple of 16 bytes; a bias of other rows is copied to such rows in the
+    /// workspace, if that is worth it.
     ///
     /// ```
     /// use xla_attention::ops::workspace::{AttentionSizes, BiasSizes};

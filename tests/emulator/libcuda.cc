@@ -90,6 +90,9 @@ static int number_in(const char* environment_variable, int default_number) {
 /// The compute capability times ten.
 static int capability() { return number_in("XLA_ATTENTION_EMULATOR_CAPABILITY", 90); }
 
+/// Kilobytes of shared memory of a CTA.
+static int shared_kilobytes() { return number_in("XLA_ATTENTION_EMULATOR_SHARED_KILOBYTES", 227); }
+
 DRIVER_CALL cuDeviceGetAttribute(int* value, int attribute, int) {
   switch (attribute) {
     case 16:  // multiprocessors: few by default, so that small cases have more work than the grid has blocks
@@ -102,10 +105,10 @@ DRIVER_CALL cuDeviceGetAttribute(int* value, int attribute, int) {
       *value = capability() % 10;
       return kSuccess;
     case 81:  // shared memory of a multiprocessor
-      *value = 228 * 1024;
+      *value = (shared_kilobytes() + 1) * 1024;
       return kSuccess;
     case 97:  // largest shared memory of a CTA
-      *value = 227 * 1024;
+      *value = shared_kilobytes() * 1024;
       return kSuccess;
     case 111:  // shared memory that the driver reserves per CTA
       *value = 1024;

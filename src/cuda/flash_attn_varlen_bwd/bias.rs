@@ -54,7 +54,7 @@ pub(super) fn params(
         heads: bias.heads as i32,
         dbias_is_f32: i32::from(problem.dbias.is_some_and(|dbias| dbias.dtype == DType::F32)),
         dq_stores_dbias: i32::from(problem.dbias.is_some() && main_kernel_stores_it(&problem.forward, bias)),
-        tiles_per_cta: SummingKernel::of(problem, bias, backward).tiles_per_cta(bias, device) as i32,
+        tiles_per_cta: SummingKernel::of(problem, bias, backward).tiles_per_cta(&problem.forward, bias, device) as i32,
         dq_clears_dbias: 1,
         dbias_keys: bias.keys as i32,
         dbias_stages: aligned_stages(device),
@@ -162,13 +162,18 @@ impl SummingKernel {
 
     /// How many adjacent tiles of keys a CTA computes: loads of the next one then run beside this one's products, and what a
     /// CTA begins with is done once. Few, where that would leave SMs without work.
-    fn tiles_per_cta(self, bias: &Bias, device: &Device) -> usize {
+    fn tiles_per_cta(self, forward: &Attention, bias: &Bias, device: &Device) -> usize {
         let (blocks, tiles) = self.blocks_and_tiles(bias);
-        let ctas_per_sm = match self {
-            Self::General => 8,
-            Self::Aligned(_) => 4,
-        };
-        (blocks.saturating_mul(tiles) / (ctas_per_sm * device.sms as usize).max(1)).clamp(1, MAX_TILES_PER_CTA)
+        let sms = (device.sms as usize).max(1);
+        let for_ctas_per_sm = |ctas: usize| (blocks.saturating_mul(tiles) / (ctas * sms)).clamp(1, MAX_TILES_PER_CTA);
+        // A CTA begins in the time of half a tile. Under a mask tiles take different times.
+        let time =
+            |count: &usize| blocks.saturating_mul(tiles.div_ceil(*count)).div_ceil(sms).saturating_mul(2 * count + 1);
+        match self {
+            Self::General => for_ctas_per_sm(8),
+            Self::Aligned(_) if forward.score.window_left >= 0 || forward.score.window_right >= 0 => for_ctas_per_sm(4),
+            Self::Aligned(_) => (1..=MAX_TILES_PER_CTA).min_by_key(time).unwrap_or(1),
+        }
     }
 }
 
@@ -202,7 +207,7 @@ pub(super) fn launches<'p>(
     let dtype = variants::dtype_value(problem.forward.q.dtype);
     let kernel = SummingKernel::of(problem, bias, backward);
     let (blocks, tiles) = kernel.blocks_and_tiles(bias);
-    let ctas = blocks.saturating_mul(tiles.div_ceil(kernel.tiles_per_cta(bias, device)));
+    let ctas = blocks.saturating_mul(tiles.div_ceil(kernel.tiles_per_cta(&problem.forward, bias, device)));
     let (name, variant, resources) = match kernel {
         SummingKernel::General => {
             (KERNEL, variants::find(KERNEL, &[dtype])?, [DBIAS_THREADS, DBIAS_SHARED_BYTES].map(|x| x as u32))

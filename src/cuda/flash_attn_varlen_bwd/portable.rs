@@ -157,6 +157,7 @@ pub(super) fn launches<'p>(problem: &'p FlashAttnVarlenBwd, device: Device) -> R
 mod tests {
     use super::*;
     use crate::cuda::attention::tests::{device, problem};
+    use crate::cuda::flash_attn_varlen_bwd::hopper::tests::gradients;
     use crate::problem::attention::{Bias, KeyRanges, Queries, Score};
     use crate::tensor::DType;
 
@@ -222,6 +223,34 @@ mod tests {
         assert_eq!(shape(128, 0.0, false), ["bias"; 2]);
         assert_eq!(shape(128, 1.0, true), ["bias"; 2]);
         assert_eq!(shape(192, 0.0, true), ["bias"; 2]);
+    }
+
+    #[test]
+    fn a_bias_of_odd_rows_is_copied_and_a_shared_one_is_summed_by_the_kernel_for_aligned_rows() {
+        const BYTES: i64 = 1 << 16;
+        let kernels = |bias: Bias, bytes: &'static [i64; 1], softcap| {
+            let mut problem = gradients(128);
+            problem.forward.score = Score { bias: Some(bias), softcap, ..problem.forward.score };
+            problem.dbias = Some(Tensor::dense(bias.dtype, null_mut(), &[]));
+            problem.workspace = Some(Tensor::dense(DType::U8, std::ptr::without_provenance_mut(0x1001), bytes));
+            let launches = launches(&problem, device(false)).expect("there are kernels").expect("they take all calls");
+            launches.iter().map(|launch| launch.kernel).collect::<Vec<_>>()
+        };
+        let own = Bias { data: std::ptr::null(), dtype: DType::BF16, seqs: 7, heads: 4, rows: 9, keys: 17 };
+        let [aligned, shared] = [Bias { keys: 16, ..own }, Bias { seqs: 1, ..own }];
+        let [copy, clear] = ["copy_bias_rows", "attention_bwd_dbias_clear"];
+        let [dq, dkdv, sums] = ["attention_bwd_dq", "attention_bwd_dkdv", "attention_bwd_dbias_aligned"];
+        assert_eq!(kernels(own, &[BYTES], 0.0), [copy, clear, "attention_bwd_delta", dkdv, dq, copy]);
+        assert_eq!(kernels(aligned, &[BYTES], 0.0), [clear, dq, dkdv]);
+        assert_eq!(kernels(shared, &[BYTES], 0.0), [copy, dq, dkdv, sums]);
+        assert_eq!(kernels(Bias { keys: 24, ..shared }, &[BYTES], 0.0), [dq, dkdv, sums]);
+        // Without room for the copy, or for delta, and where the other kernels are not built for it.
+        let general = "attention_bwd_dbias";
+        assert_eq!(kernels(own, &[16_003], 0.0), [clear, dq, dkdv]);
+        assert_eq!(kernels(shared, &[16_003], 0.0), [dq, dkdv, general]);
+        assert_eq!(kernels(Bias { keys: 24, ..shared }, &[16_002], 0.0), [dq, dkdv, general]);
+        assert_eq!(kernels(shared, &[BYTES], 1.0), [dq, dkdv, general]);
+        assert_eq!(kernels(Bias { dtype: DType::F32, ..shared }, &[BYTES], 0.0), [dq, dkdv, general]);
     }
 
     #[test]
