@@ -127,7 +127,7 @@ fn split_query_heads_agree_with_the_reference() {
 #[test]
 fn biases_agree_with_the_reference() {
     for seed in 0..20 {
-        assert_biased_matches_reference(&biased(seed), seed, large_workspace());
+        assert_biased_matches_reference(&biased(seed), seed, large_workspace().workspace);
     }
 }
 
@@ -136,7 +136,7 @@ fn biases_agree_with_the_reference() {
 fn biases_of_portable_kernels_agree_with_the_reference() {
     for seed in 0..20 {
         let spec = biased(seed);
-        assert_biased_matches_reference(&spec, seed, portable_workspace(&spec));
+        assert_biased_matches_reference(&spec, seed, portable_workspace(&spec).workspace);
     }
 }
 
@@ -191,13 +191,14 @@ fn portable_workspace(spec: &BatchSpec) -> MemoryLayout {
     MemoryLayout { workspace: Some(copy + 20 * 4 * spec.heads.0 * rows), ..plain }
 }
 
-fn assert_biased_matches_reference(spec: &BatchSpec, seed: usize, memory: MemoryLayout) {
+fn assert_biased_matches_reference(spec: &BatchSpec, seed: usize, workspace: Option<usize>) {
     let layout = MemoryLayout {
         rows_around: (3, 5),
         seqused_q: seed % 4 == 2,
         seqused_k: seed % 3 == 2,
         seed: seed as u64,
-        ..memory
+        workspace,
+        ..large_workspace()
     };
     let options = [GradientOptions::ALL, GradientOptions::MINIMAL][usize::from(seed % 7 == 6)];
     let mut case = GradientCase::store(&spec.batch(), &layout, options);
@@ -343,7 +344,9 @@ mod on_their_own_gpu {
             let layout = portable_workspace(spec);
             let case = GradientCase::of_any_results(AttentionCase::flash(&spec.batch(), &layout), GradientOptions::ALL);
             case.invocation().run_on_gpu(&gpu, BufferPadding::Redzones, 0).unwrap();
-            kernels.iter().for_each(|kernel| assert_logged(log, kernel));
+            for kernel in kernels {
+                assert_logged(log, kernel);
+            }
         };
         for (head_dim, keys) in [(64, 304), (128, 301)] {
             let odd = BatchSpec { head_dim, lengths: vec![(200, keys), (30, 40)], ..base.clone() };
