@@ -12,10 +12,9 @@
 // Launch: kThreads threads, a CTA per `tiles_per_cta` tiles of keys, kRows rows, sequence and head of the bias, dynamic
 // shared memory for `dbias_stages` stages.
 
-#include "bwd/aligned_bias.cuh"
+#include "bwd/dbias_rows.cuh"
 #include "bwd/dbias_sequences.cuh"
 #include "bwd/key_order.cuh"
-#include "bwd/probabilities.cuh"
 #include "bwd/ptx_extra.cuh"
 #include "bwd/rows.cuh"
 #include "element.cuh"
@@ -155,6 +154,8 @@ class AlignedDbias {
   /// Describes sequences from `first` on, since all threads have finished with those before, and fetches the first
   /// steps of their items.
   __device__ __forceinline__ void start_sequences(int32_t first) {
+    // Steps past the last item have been fetched as zeros.
+    if (item_ > 0) ptx::cp_async_wait<0>();
     __syncthreads();
     state_.sequences.describe<Shape::kRows>(params_.forward, first, state_.end_sequence, state_.first_row,
                                             first > state_.begin_sequence);
@@ -181,8 +182,8 @@ class AlignedDbias {
     }
   }
 
-  /// Starts the copies of step `index`, counted from item `item_` on, if there is such an item. Numbers of rows and
-  /// keys past the last ones of the sequence stand for the last ones, whose scores are masked.
+  /// Starts the copies of step `index`, counted from item `item_` on; of zeros if there is no such item. Rows and keys
+  /// past the last ones of the sequence are copies of the last ones, and their scores are masked.
   __device__ __forceinline__ void fetch(uint32_t index) {
     const uint32_t step = index % kItemSteps, number = item_ + index / kItemSteps;
     const bool is_k = step < kSteps;
@@ -211,9 +212,9 @@ class AlignedDbias {
                kv.token_stride, KeysOfLanes::of_row(row), sequence.len_k - item.first_key);
     if (step == kSteps && exists) {
       const int32_t of_row = min(static_cast<int32_t>(thread % Shape::kRows), sequence.num_rows - 1);
+      const int64_t index = static_cast<int64_t>(item.head) * forward.num_tokens + sequence.first_token + of_row;
       const float* const stats = thread < Shape::kRows ? forward.lse : params_.delta;
-      ptx::cp_async_4(ptx::shared_address(stats_of(number)) + thread * 4,
-                      moved(stats + sequence.first_token + of_row, item.head, forward.num_tokens));
+      ptx::cp_async_4(ptx::shared_address(stats_of(number)) + thread * 4, stats + index);
     }
     ptx::cp_async_commit();
   }
@@ -223,10 +224,9 @@ class AlignedDbias {
     if (index % kItemSteps == kItemSteps - 1 && ptx::thread() == 0) item(number + 1) = after(item(number));
   }
   /// `count` strides, of less than 2^31 bytes, after `from`.
-  template <typename E>
-  static __device__ __forceinline__ const E* moved(const E* from, uint32_t count, int64_t stride) {
-    const uint32_t bytes = static_cast<uint32_t>(stride) * static_cast<uint32_t>(sizeof(E));
-    return reinterpret_cast<const E*>(reinterpret_cast<const uint8_t*>(from) + static_cast<uint64_t>(count) * bytes);
+  static __device__ __forceinline__ const T* moved(const T* from, uint32_t count, int64_t stride) {
+    const uint32_t bytes = static_cast<uint32_t>(stride) * static_cast<uint32_t>(sizeof(T));
+    return reinterpret_cast<const T*>(reinterpret_cast<const uint8_t*>(from) + static_cast<uint64_t>(count) * bytes);
   }
   /// The item after `of`: the next head, sequence, or, if all sequences are described, tile.
   __device__ __forceinline__ DbiasItem after(DbiasItem of) const {
