@@ -2,18 +2,15 @@
 // docs/dev/kernels/mla.md explains the design.
 //
 // Compiled once for each combination of
-//   XA_OPERANDS  f16, bf16: of q, cache and out; f16_fp8, bf16_fp8: over e4m3fn or e5m2 (include/mla/shape.cuh)
+//   XA_OPERANDS  f16, bf16: of q, cache and out
 //   XA_SHAPE     hopper, hopper_pair: tiles of one CTA, or of a cluster of two along y
 //   XA_LOGITS    none, scaled (include/mla/logits.cuh)
 // Launch: Shape::kThreads threads, a grid of 1 by Shape::kCtas times any number of work ranges, Shape::kSharedBytes of
 // dynamic shared memory.
 
-#include <type_traits>
-
 #include "element.cuh"
 #include "hopper/ptx.cuh"
 #include "hopper_mla/compute.cuh"
-#include "hopper_mla/fp8_load.cuh"
 #include "hopper_mla/load.cuh"
 #include "hopper_mla/shape.cuh"
 #include "mla/logits.cuh"
@@ -29,9 +26,7 @@ using Types = xa::mla::XA_PASTE(types_, XA_OPERANDS);
 using T = Types::Compute;
 using LogitsTransform = xa::mla::XA_PASTE(logits_, XA_LOGITS);
 using Config = xa::tiles::Mla<xa::tiles::XA_PASTE(shape_, XA_SHAPE), xa::tiles::XA_PASTE(operands_, XA_OPERANDS)>;
-using Shape = xa::hopper_mla::Shape<Config, sizeof(Types::Stored) == 1>;
-using Loader = std::conditional_t<Shape::kConverts, xa::hopper_mla::Fp8BlockLoader<Shape, T>,
-                                  xa::hopper_mla::BlockLoader<Shape, T>>;
+using Shape = xa::hopper_mla::Shape<Config>;
 using Unit = xa::WorkUnit<Shape::kTileRows, Shape::kKeys, xa::TileEnd::kRow, xa::TileOrder::kFolded>;
 }  // namespace
 
@@ -58,7 +53,7 @@ extern "C" __global__ void __launch_bounds__(Shape::kThreads, 1)
     int32_t number = 0;
 #pragma unroll 1
     while (work.tile.num_rows != 0) {
-      Loader(params, buffers).load(number);
+      xa::hopper_mla::BlockLoader<Shape, T>(params, buffers).load(number);
       xa::hopper_mla::sync_cta<Shape>();
       if (threadIdx.x / 32 == Shape::kThreads / 32 - 1) {
         const xa::WorkRangeIterator<Unit> iterator(attention, work, range, index.index);

@@ -40,7 +40,7 @@ EMULATOR_FILES = {
 EMULATOR_FILES |= {f"hopper_{name}": f"hopper/{name}" for name in ("ptx.cuh", "cluster_ptx.cuh", "wgmma.cuh")}
 EMULATOR_FILES |= {"bwd_ptx_extra.cuh": "bwd/ptx_extra.cuh"}
 EMULATOR_FILES |= {f"hopper_bwd_{name}": f"hopper_bwd/{name}" for name in ("ptx.cuh", "products.cuh")}
-EMULATOR_FILES |= {"hopper_mla_ptx.cuh": "hopper_mla/ptx.cuh"}
+EMULATOR_FILES |= {"hopper_mla_fp8_ptx.cuh": "hopper_mla_fp8/ptx.cuh"}
 FLAGS = "-std=c++17 -O2 -g1 -w -fPIC -shared -mfma -mf16c -ffp-contract=fast -fvisibility=hidden"
 
 

@@ -325,7 +325,7 @@ void store_cluster(uint32_t address, uint32_t rank, const void* from, int bytes)
   std::memcpy(shared_of_rank(rank) + address, from, bytes);
 }
 
-void barrier(int number, int threads) { wait_at(block->named_barriers[number], threads, true); }
+bool barrier(int number, int threads, bool mine) { return wait_at(block->named_barriers[number], threads, mine); }
 void barrier_arrive(int number, int threads) { arrive_at(block->named_barriers[number], threads, true); }
 
 /// The bytes of an mbarrier in shared memory. On a GPU they are its state; here they detect that something overwrites

@@ -60,8 +60,9 @@ constexpr int kWarp = 32;
 void warp_collective(void (*operation)(void* const* lanes), void* mine);
 /// Waits for all threads of the block; returns whether `mine` was true for all of them.
 bool barrier_and(bool mine);
-/// bar.sync: waits until `threads` threads have arrived at the numbered barrier.
-void barrier(int number, int threads);
+/// bar.sync, bar.red.and: waits until `threads` threads have arrived at the numbered barrier; returns whether `mine`
+/// was true for all of them.
+bool barrier(int number, int threads, bool mine = true);
 /// bar.arrive: arrives at the numbered barrier without waiting.
 void barrier_arrive(int number, int threads);
 /// An mbarrier at an address of shared memory. A phase completes when `arrivals` threads have arrived and the bytes

@@ -93,7 +93,7 @@ class HalfTile {
       const int32_t n = number++;
       Weights weights;
 #pragma unroll
-      for (int part = Shape::kPartsPerHalf; part < Shape::kParts; ++part) buffers_.wait_for_part(n, part);
+      for (int part = Shape::kParts / 2; part < Shape::kParts; ++part) buffers_.full(n, part).wait();
       receive(weights, n);
       raise(weights);
       issue_values(weights, n);
@@ -132,17 +132,15 @@ class HalfTile {
     const uint64_t block = keys_ + number % 2 * (Shape::kBlockBytes >> 4);
     multiply_part<0>(scores, number, block);
     multiply_part<1>(scores, number, block);
-    if constexpr (Shape::kParts > 2) {
-      multiply_part<2>(scores, number, block);
-      multiply_part<3>(scores, number, block);
-    }
+    multiply_part<2>(scores, number, block);
+    multiply_part<3>(scores, number, block);
     hopper::ptx::wgmma_commit_group();
   }
   /// Adds the products of a part to S, which the first one resets.
   template <int kPart>
   __device__ __forceinline__ void multiply_part(Scores& scores, int32_t number, uint64_t block) const {
     constexpr int kSteps = Atom::kColumns / 16;  // per atom column
-    buffers_.wait_for_part(number, kPart);
+    buffers_.full(number, kPart).wait();
     hopper::ptx::wgmma_fence();
 #pragma unroll
     for (int i = Shape::part_start(kPart) * kSteps; i < Shape::part_start(kPart + 1) * kSteps; ++i) {

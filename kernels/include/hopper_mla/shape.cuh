@@ -27,22 +27,20 @@ using hopper::PipelineState;
 using mla::kLatentDim;
 using mla::kLatentValueDim;
 
-/// `kConverts_`: the cache has 8-bit elements, which the load warps convert (fp8_load.cuh).
-template <typename Config, bool kConverts_>
+template <typename Config>
 struct Shape : Config {
-  static constexpr bool kConverts = kConverts_;
   /// Packed rows of a tile and of a CTA.
   static constexpr int kTileRows = Config::kRows, kRows = 64, kKeys = Config::kKeys;
   /// CTAs of a cluster.
   static constexpr int kCtas = kTileRows / kRows;
   static constexpr int kThreads = 32 * Config::kWarps, kComputeThreads = kThreads - 128;
-  /// Load warps of each buffer, and the rows of a block that one of them copies or converts.
-  static constexpr int kLoadWarps = kConverts ? 4 : 2, kKeysPerLoad = kKeys / kLoadWarps;
+  /// Load warps of each buffer, and the rows of a block that one of them copies.
+  static constexpr int kLoadWarps = 2, kKeysPerLoad = kKeys / kLoadWarps;
   /// Rows of a block that TMA of one CTA loads.
   static constexpr int kKeysPerCta = kKeys / kCtas;
   /// Value columns of a compute warpgroup.
   static constexpr int kColumns = kLatentValueDim / 2;
-  static constexpr int kRegisters = kConverts ? 216 : 224, kLoaderRegisters = kConverts ? 72 : 56;
+  static constexpr int kRegisters = 224, kLoaderRegisters = 56;
 
   /// Q and the blocks: [atom column][row], 64 columns per atom.
   using Atom = hopper::SwizzleAtom<64>;
@@ -50,13 +48,9 @@ struct Shape : Config {
   static constexpr int kAtomColumnBytes = kKeys * Atom::kRowBytes;
   static constexpr int kBlockBytes = kAtomColumns * kAtomColumnBytes;
   /// The atom columns of a block in the order of their loads, as parts that each have a barrier: the left value columns
-  /// with those that are of keys only, then the right value columns. Each half is two parts, or one of converted rows,
-  /// whose barriers need a fence.
-  static constexpr int kPartsPerHalf = kConverts ? 1 : 2, kParts = 2 * kPartsPerHalf;
-  static __device__ constexpr int part_start(int part) {
-    const int quarter = part * (2 / kPartsPerHalf);
-    return quarter < 2 ? 2 * quarter : 2 * quarter + 1;
-  }
+  /// with those that are of keys only, then the right value columns. Each half is two parts.
+  static constexpr int kParts = 4;
+  static __device__ constexpr int part_start(int part) { return part < 2 ? 2 * part : 2 * part + 1; }
   static __device__ constexpr int atom_column(int index) {
     return index < kAtomColumnsPerHalf ? index : index == kAtomColumnsPerHalf ? kAtomColumns - 1 : index - 1;
   }
@@ -110,13 +104,6 @@ class Buffers {
   /// Part `part` of a block is loaded.
   __device__ __forceinline__ Barrier full(int32_t block, int part) const {
     return barrier(Shape::kParts * (block % 2) + part, block / 2);
-  }
-  /// Waits for a part, before wgmma read it.
-  __device__ __forceinline__ void wait_for_part(int32_t block, int part) const {
-    full(block, part).wait();
-    // The warps that convert rows leave the fence of their stores to the warps that issue wgmma: it also waits for the
-    // loads of the thread that executes it.
-    if constexpr (Shape::kConverts) hopper::ptx::fence_proxy_async_shared();
   }
   /// The warpgroup of a half of the value columns has read them, in all CTAs of the cluster. By then the scores of the
   /// block have been computed.

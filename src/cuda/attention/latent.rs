@@ -1,5 +1,5 @@
 //! Multi-head latent attention: one KV head whose keys and values are the same rows, read once (`kernels/mla.cu`,
-//! and `kernels/hopper_mla.cu` on Hopper if q has 16 bits).
+//! and on Hopper if q has 16 bits `kernels/hopper_mla.cu`, over 8-bit caches `kernels/hopper_mla_fp8.cu`).
 //!
 //! One launch serves sequences of any length. As in decode, the keys of all tiles are divided between CTAs, and the combine
 //! kernel merges the partials of tiles that several CTAs computed. With `batch_invariant` no tile is split, so that the bits of
@@ -19,32 +19,33 @@ use crate::cuda::variants;
 use crate::error::{Error, Result};
 use crate::problem::attention::{Attention, KeyStorage};
 use crate::tensor::DType;
+use std::cmp::Reverse;
 use std::f32::consts::LOG2_E;
 
 /// Columns of an atom's row in shared memory, those of a box.
 const ATOM_COLUMNS: i64 = 64;
 /// Rows of an atom, the fewest of a box.
 const ATOM_ROWS: i64 = 8;
-/// Packed rows of a CTA on Hopper.
+/// Packed rows of a CTA of `hopper_mla.cu`.
 const CTA_ROWS: u32 = 64;
 
 impl MlaTile {
-    /// The tile for the problem's types: one for few rows if it has all packed rows of a sequence, otherwise the largest one, and
-    /// of tiles with as many rows Hopper's if the device is one, then the one for more shared memory. With `batch_invariant` the
-    /// size of the batch does not matter.
+    /// The tile for the problem's types: the smallest one for few rows that has all packed rows of a sequence, otherwise the
+    /// largest one, and of tiles with as many rows Hopper's if the device is one, then the one for more shared memory. With
+    /// `batch_invariant` the size of the batch does not matter.
     fn of(problem: &Attention, device: &Device) -> Result<&'static Self> {
         let operands = operands(problem, device);
         let fits = |tile: &&Self| operands.contains(&tile.operands) && tile.shared_bytes <= device.shared_memory;
         let loads = has_wide_rows(problem);
         let packed = longest_or_mean_queries(problem).saturating_mul(problem.num_q_heads as i64);
         let runs = |tile: &&Self| {
-            if tile.has_few_rows() {
-                loads && !problem.batch_invariant && packed <= i64::from(tile.rows)
-            } else {
-                !tile.is_hopper() || device.capability == 90 && loads && tile.fills_ctas(problem, device)
-            }
+            let holds = !tile.has_few_rows() || loads && !problem.batch_invariant && packed <= i64::from(tile.rows);
+            holds && (!tile.is_hopper() || device.capability == 90 && loads && tile.fills_ctas(problem, device))
         };
-        let preference = |tile: &&Self| (tile.has_few_rows(), tile.rows, tile.is_hopper(), tile.shared_bytes);
+        let preference = |tile: &&Self| {
+            let fewest = tile.has_few_rows().then_some(Reverse(tile.rows));
+            (fewest, tile.rows, tile.is_hopper(), tile.shared_bytes)
+        };
         MLA.iter().filter(|tile| fits(tile) && runs(tile)).max_by_key(preference).ok_or_else(|| {
             let operands = operands[0];
             Error::unimplemented(format!(
@@ -59,14 +60,19 @@ impl MlaTile {
         self.key_groups > 1
     }
 
-    /// Whether this is a tile of `hopper_mla.cu`, whose code runs on sm_90 only.
+    /// Whether this is a tile of a kernel whose code runs on sm_90 only.
     fn is_hopper(&self) -> bool {
         self.shape.starts_with("hopper")
     }
 
+    /// Whether this is a tile of `hopper_mla.cu`, which loads 16-bit rows by TMA.
+    fn loads_by_tma(&self) -> bool {
+        self.is_hopper() && self.operands != "fp8"
+    }
+
     /// CTAs that compute a tile together.
     fn ctas(&self) -> u32 {
-        if self.is_hopper() { self.rows / CTA_ROWS } else { 1 }
+        if self.loads_by_tma() { self.rows / CTA_ROWS } else { 1 }
     }
 
     /// Whether all CTAs of most tiles have rows, and there is TMA to load keys for all of them.
@@ -80,8 +86,7 @@ impl MlaTile {
     /// where TMA cannot load the cache.
     fn box_rows(&self, problem: &Attention, device: &Device) -> i64 {
         let KeyStorage::Paged(table) = problem.keys.storage else { return 0 };
-        // 8-bit rows are converted on their way to shared memory.
-        if table.num_pages == 0 || !device.has_tensor_maps || problem.kv_dtype.size() == 1 {
+        if table.num_pages == 0 || !device.has_tensor_maps {
             return 0;
         }
         let rows = 1 << (table.page_size as u64 | u64::from(self.keys / self.ctas())).trailing_zeros();
@@ -93,7 +98,8 @@ impl MlaTile {
     fn variant(&self, problem: &Attention) -> Result<(&'static str, usize)> {
         let logits = if has_logits_transform(problem) { "scaled" } else { "none" };
         let kernel = match (self.operands, self.shape) {
-            _ if self.is_hopper() => "hopper_mla",
+            _ if self.loads_by_tma() => "hopper_mla",
+            _ if self.is_hopper() => "hopper_mla_fp8",
             ("f32", _) => "mla_f32",
             (_, "large") => "mla",
             (_, "small") => "mla_small",
@@ -182,7 +188,7 @@ pub(super) fn launches<'c>(problem: &'c Attention, device: &Device) -> Result<La
     let (kernel, variant) = tile.variant(problem)?;
     let grid = [1, split.ranges as u32 * tile.ctas(), 1];
     let config = LaunchConfig { grid, threads: 32 * tile.warps, shared_memory: tile.shared_bytes };
-    let parameter = if tile.is_hopper() {
+    let parameter = if tile.loads_by_tma() {
         Parameter::Latent(LatentParameter { problem, attention: params, box_rows: tile.box_rows(problem, device) })
     } else {
         Parameter::Attention(params)
@@ -231,14 +237,14 @@ mod tests {
             (
                 DType::BF16,
                 DType::F8E4M3FN,
-                "hopper_mla_bf16_fp8_hopper_scaled",
+                "hopper_mla_fp8_fp8_hopper_64_scaled",
                 "mla_bf16_fp8_large_scaled",
                 "mla_small_bf16_fp8_small_scaled",
             ),
             (
                 DType::F16,
                 DType::F8E5M2,
-                "hopper_mla_f16_fp8_hopper_scaled",
+                "hopper_mla_fp8_fp8_hopper_64_scaled",
                 "mla_f16_fp8_large_scaled",
                 "mla_small_f16_fp8_small_scaled",
             ),
@@ -262,7 +268,7 @@ mod tests {
     }
 
     #[test]
-    fn sequences_with_few_packed_rows_over_8_bits_take_tiles_of_16_rows() {
+    fn sequences_with_few_packed_rows_over_8_bits_take_small_tiles() {
         let bf16 = DType::BF16;
         let decode = |q_heads, kv| latent(4, q_heads, bf16, kv);
         let name = |problem: &Attention, capability, kilobytes: u32| {
@@ -271,13 +277,20 @@ mod tests {
             variants::VARIANTS[launches.list[0].variant].name
         };
         for (capability, kilobytes) in [(80, 163), (86, 99), (89, 99), (90, 227), (100, 227), (120, 99)] {
-            let expected = if capability < 89 {
+            let expected = if capability == 90 {
+                "hopper_mla_fp8_fp8_hopper_16_scaled"
+            } else if capability < 89 {
                 "mla_few_rows_sm80_fp8_shifted_rows_16_scaled"
             } else {
                 "mla_few_rows_fp8_rows_16_scaled"
             };
             for (q_heads, kv) in [(16, DType::F8E4M3FN), (1, DType::F8E5M2)] {
                 assert_eq!(name(&decode(q_heads, kv), capability, kilobytes), expected);
+            }
+            if capability == 90 {
+                for (q_heads, expected) in [(17, "_32_"), (32, "_32_"), (33, "_64_")] {
+                    assert!(name(&decode(q_heads, DType::F8E4M3FN), capability, kilobytes).contains(expected));
+                }
             }
             // Not more rows, nor where the size of the batch must not matter, nor rows that are no multiples of 16 bytes.
             let fits = decode(16, DType::F8E4M3FN);
@@ -289,7 +302,7 @@ mod tests {
                 Attention { head_dim: 568, ..fits },
             ];
             for other in others {
-                assert!(!name(&other, capability, kilobytes).contains("few_rows"));
+                assert_ne!(name(&other, capability, kilobytes), expected);
             }
         }
     }
@@ -359,8 +372,8 @@ mod tests {
     #[test]
     fn rows_of_8_bits_take_hopper_s_kernel_if_they_are_aligned_to_16_bytes() {
         for (head_dim, value_dim, cluster, kernel) in [
-            (576, 512, 1, "hopper_mla_bf16_fp8_hopper_scaled"),
-            (48, 32, 1, "hopper_mla_bf16_fp8_hopper_scaled"),
+            (576, 512, 1, "hopper_mla_fp8_fp8_hopper_64_scaled"),
+            (48, 32, 1, "hopper_mla_fp8_fp8_hopper_64_scaled"),
             (568, 512, 1, "mla_bf16_fp8_large_scaled"),
             (576, 504, 1, "mla_bf16_fp8_large_scaled"),
         ] {
