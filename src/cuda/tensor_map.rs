@@ -17,6 +17,7 @@ const MAX_RANK: usize = 5;
 #[derive(Clone, Copy, Debug)]
 pub(crate) enum L2Promotion {
     None,
+    Bytes128,
     Bytes256,
 }
 
@@ -67,6 +68,7 @@ impl TensorMap {
         };
         let promotion = match promotion {
             L2Promotion::None => sys::CUtensorMapL2promotion::CU_TENSOR_MAP_L2_PROMOTION_NONE,
+            L2Promotion::Bytes128 => sys::CUtensorMapL2promotion::CU_TENSOR_MAP_L2_PROMOTION_L2_128B,
             L2Promotion::Bytes256 => sys::CUtensorMapL2promotion::CU_TENSOR_MAP_L2_PROMOTION_L2_256B,
         };
         let mut map = Self::NONE;

@@ -139,7 +139,7 @@ impl LatentParameter<'_> {
         let Self { problem, attention, box_rows } = *self;
         let cache = if box_rows > 0 {
             let axes = cache_axes(problem, box_rows);
-            TensorMap::new(problem.kv_dtype, problem.k.data, &axes, L2Promotion::Bytes256)?
+            TensorMap::new(problem.kv_dtype, problem.k.data, &axes, L2Promotion::Bytes128)?
         } else {
             TensorMap::NONE
         };
