@@ -90,6 +90,14 @@ __device__ __forceinline__ void store_shared_2(uint32_t address, uint16_t x) {
   asm volatile("st.shared.u16 [%0], %1;" ::"r"(address), "h"(x) : "memory");
 }
 
+__device__ __forceinline__ uint4 load_shared_16(uint32_t address) {
+  uint4 x;
+  asm volatile("ld.shared.v4.u32 {%0, %1, %2, %3}, [%4];"
+               : "=r"(x.x), "=r"(x.y), "=r"(x.z), "=r"(x.w)
+               : "r"(address)
+               : "memory");
+  return x;
+}
 __device__ __forceinline__ void store_shared_16(uint32_t address, const uint4& x) {
   asm volatile("st.shared.v4.u32 [%0], {%1, %2, %3, %4};" ::"r"(address), "r"(x.x), "r"(x.y), "r"(x.z), "r"(x.w)
                : "memory");

@@ -4,13 +4,6 @@
 
 namespace xa::hopper_mla_fp8::ptx {
 
-inline uint4 load_shared_16(uint32_t address) {
-  if (address % 16 != 0) emulator::fail("a misaligned load");
-  uint4 x;
-  std::memcpy(&x, ::shared + address, sizeof(x));
-  return x;
-}
-
 inline bool barrier_or(int id, int threads, bool mine) { return !emulator::barrier(id, threads, !mine); }
 
 template <uint32_t kHigh, int kTiles>

@@ -131,6 +131,12 @@ inline void ldmatrix_x2_trans(uint32_t (&fragment)[2], uint32_t address) {
 }
 inline void store_shared_2(uint32_t address, uint16_t x) { std::memcpy(::shared + address, &x, 2); }
 inline void clear_shared_16(uint32_t address) { std::memset(::shared + address, 0, 16); }
+inline uint4 load_shared_16(uint32_t address) {
+  if (address % 16 != 0) emulator::fail("a misaligned load");
+  uint4 x;
+  std::memcpy(&x, ::shared + address, sizeof(x));
+  return x;
+}
 inline void store_shared_16(uint32_t address, const uint4& x) { std::memcpy(::shared + address, &x, 16); }
 inline float load_shared_f32(uint32_t address) {
   float value;

@@ -24,15 +24,6 @@ __device__ __forceinline__ void cp_async_4(uint32_t destination, const void* sou
   asm volatile("cp.async.ca.shared.global [%0], [%1], 4;" ::"r"(destination), "l"(source) : "memory");
 }
 
-__device__ __forceinline__ uint4 load_shared_16(uint32_t address) {
-  uint4 x;
-  asm volatile("ld.shared.v4.u32 {%0, %1, %2, %3}, [%4];"
-               : "=r"(x.x), "=r"(x.y), "=r"(x.z), "=r"(x.w)
-               : "r"(address)
-               : "memory");
-  return x;
-}
-
 /// Loads 16 bytes that nothing stores to meanwhile. L2 loads the 256 bytes that they are in.
 __device__ __forceinline__ uint4 load_global_16_of_256(const void* from) {
   uint4 x;

@@ -7,7 +7,6 @@
 #include "fp8.cuh"
 #include "hopper/ptx.cuh"
 #include "hopper_bwd/ptx.cuh"
-#include "hopper_mla_fp8/ptx.cuh"
 #include "hopper_mla_fp8/shape.cuh"
 #include "paged_rows.cuh"
 #include "params/attention.cuh"
@@ -132,7 +131,7 @@ __device__ __forceinline__ void load_query(const AttentionParams& params, const 
     uint4 x[kCount];
 #pragma unroll
     for (int i = 0; i < kCount; ++i) {
-      x[i] = 256 * i + 8 * lane < kLatentDim ? ptx::load_shared_16(chunk_address(row, i, lane % Atom::kChunks))
+      x[i] = 256 * i + 8 * lane < kLatentDim ? xa::ptx::load_shared_16(chunk_address(row, i, lane % Atom::kChunks))
                                              : make_uint4(0, 0, 0, 0);
     }
     float factor = 1.0f;

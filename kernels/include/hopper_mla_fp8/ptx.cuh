@@ -1,18 +1,9 @@
-// PTX instructions of load.cuh and compute.cuh, one thin wrapper each.
+// PTX instructions of compute.cuh, one thin wrapper each.
 #pragma once
 
 #include <cstdint>
 
 namespace xa::hopper_mla_fp8::ptx {
-
-__device__ __forceinline__ uint4 load_shared_16(uint32_t address) {
-  uint4 x;
-  asm volatile("ld.shared.v4.u32 {%0, %1, %2, %3}, [%4];"
-               : "=r"(x.x), "=r"(x.y), "=r"(x.z), "=r"(x.w)
-               : "r"(address)
-               : "memory");
-  return x;
-}
 
 /// Waits until `threads` threads have arrived at named barrier `id`. Returns whether `mine` is true for some of them.
 __device__ __forceinline__ bool barrier_or(int id, int threads, bool mine) {
