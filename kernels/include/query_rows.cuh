@@ -65,6 +65,19 @@ struct QueryScale {
   }
 };
 
+/// Converts the columns that a lane has of a row of q to f16, if q is bf16. The lanes of the warp have all columns
+/// together. Returns the factor by which the row's scores have to be multiplied.
+template <int kCount>
+__device__ __forceinline__ float convert_row(const AttentionParams& params, uint4 (&x)[kCount]) {
+  if (params.q_type != QueryType::Bf16) return 1.0f;
+  const QueryScale scale(x);
+#pragma unroll
+  for (uint4& part : x) {
+    part = make_uint4(scale.apply(part.x), scale.apply(part.y), scale.apply(part.z), scale.apply(part.w));
+  }
+  return scale.inverse;
+}
+
 /// As `copy_query`, but converts to f16 and permutes columns into the order in which fp8 K is read (tile_math.cuh).
 /// Sets `row_factors` [kRows], by which the scores of the rows have to be multiplied. A warp converts a row, each lane
 /// eight of up to 256 columns at a time.
@@ -101,14 +114,7 @@ __device__ __forceinline__ void convert_query(const AttentionParams& params, con
       for (int i = 0; i < kCount; ++i) {
         if (live[i]) x[i] = __ldg(reinterpret_cast<const uint4*>(static_cast<const uint16_t*>(params.q) + first[i]));
       }
-      if (params.q_type == QueryType::Bf16) {
-        const QueryScale scale(x);
-#pragma unroll
-        for (uint4& part : x) {
-          part = make_uint4(scale.apply(part.x), scale.apply(part.y), scale.apply(part.z), scale.apply(part.w));
-        }
-        factor = scale.inverse;
-      }
+      factor = convert_row(params, x);
     }
     if (lane == 0) row_factors[row] = factor;
 #pragma unroll

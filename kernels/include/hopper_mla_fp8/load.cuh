@@ -134,15 +134,7 @@ __device__ __forceinline__ void load_query(const AttentionParams& params, const 
       x[i] = 256 * i + 8 * lane < kLatentDim ? xa::ptx::load_shared_16(chunk_address(row, i, lane % Atom::kChunks))
                                              : make_uint4(0, 0, 0, 0);
     }
-    float factor = 1.0f;
-    if (params.q_type == QueryType::Bf16) {
-      const QueryScale scale(x);
-#pragma unroll
-      for (uint4& part : x) {
-        part = make_uint4(scale.apply(part.x), scale.apply(part.y), scale.apply(part.z), scale.apply(part.w));
-      }
-      factor = scale.inverse;
-    }
+    const float factor = convert_row(params, x);
     if (lane == 0) buffers.row_factors()[row] = factor * work.score_factor;
     // Of 16 columns, which two lanes have read by now, first the even pairs, then the odd ones.
     __syncwarp();

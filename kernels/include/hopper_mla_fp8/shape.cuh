@@ -72,6 +72,8 @@ struct Shape : Config {
 /// n % kStages.
 template <typename Shape>
 class Buffers {
+  using State = hopper::PipelineState<Shape::kStages>;
+
  public:
   /// `shared` is dynamic shared memory of kSharedBytes bytes. The buffers start at its first aligned address.
   __device__ __forceinline__ explicit Buffers(uint8_t* shared) {
@@ -95,7 +97,7 @@ class Buffers {
 
   __device__ __forceinline__ uint32_t query() const { return address_; }
   __device__ __forceinline__ uint32_t stage(int32_t number) const {
-    return address_ + Shape::kStagesOffset + number % Shape::kStages * Shape::kStageBytes;
+    return address_ + Shape::kStagesOffset + State(number).stage * Shape::kStageBytes;
   }
   /// P of the block with index `index` among those of a warpgroup.
   __device__ __forceinline__ uint32_t p(int group, int32_t index) const {
@@ -122,9 +124,8 @@ class Buffers {
 
  private:
   __device__ __forceinline__ Barrier barrier(int first, int32_t number) const {
-    const int32_t stage = number % Shape::kStages;
-    return Barrier{address_ + Shape::kBarriersOffset + 8 * (first + stage),
-                   static_cast<uint32_t>(number / Shape::kStages & 1)};
+    const State state(number);
+    return Barrier{address_ + Shape::kBarriersOffset + 8 * (first + state.stage), state.phase};
   }
 
   uint8_t* shared_;

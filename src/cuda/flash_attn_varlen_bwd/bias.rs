@@ -62,12 +62,13 @@ pub(super) fn params(
 }
 
 /// Whether dS of the kernel for dQ is the gradient of the bias, which that kernel then stores.
-pub(super) fn main_kernel_stores_it(forward: &Attention, bias: &Bias) -> bool {
+fn main_kernel_stores_it(forward: &Attention, bias: &Bias) -> bool {
     (bias.seqs, bias.heads) == (forward.max_seqs, forward.num_q_heads) && forward.score.softcap == 0.0
 }
 
-/// The gradient of the bias, if the kernel for dQ stores it.
-fn stored_dbias<'p>(problem: &FlashAttnVarlenBwd<'p>, bias: &Bias) -> Option<Tensor<'p>> {
+/// The gradient that the kernel for dQ stores, if the call asks for one that it does.
+pub(super) fn stored_dbias<'p>(problem: &FlashAttnVarlenBwd<'p>) -> Option<Tensor<'p>> {
+    let bias = problem.forward.score.bias.as_ref()?;
     problem.dbias.filter(|_| main_kernel_stores_it(&problem.forward, bias))
 }
 
@@ -77,7 +78,7 @@ pub(super) fn is_aligned(problem: &FlashAttnVarlenBwd, bias: &Bias) -> bool {
     let dtype = problem.forward.q.dtype;
     bias.dtype == dtype
         && (bias.keys * dtype.size()).is_multiple_of(16)
-        && stored_dbias(problem, bias).is_none_or(|dbias| dbias.dtype == dtype)
+        && stored_dbias(problem).is_none_or(|dbias| dbias.dtype == dtype)
 }
 
 /// The value of the axis `head_dim` of the kernels for aligned rows of a bias, if they are built for calls such as this one.
@@ -99,14 +100,14 @@ pub(super) fn copied(problem: &FlashAttnVarlenBwd, delta: *mut f32) -> Option<Pa
     let available = workspace.dims.first().map_or(0, |bytes| *bytes as usize).checked_sub(used)?;
     let has_room = available >= PaddedBias::copied_bytes(bias, dtype);
     let padded = PaddedBias::new(bias, dtype, has_room.then_some(place))?;
-    let supports_gradient = stored_dbias(problem, bias).is_none_or(|dbias| padded.supports_gradient(&dbias));
+    let supports_gradient = stored_dbias(problem).is_none_or(|dbias| padded.supports_gradient(&dbias));
     (padded.is_copied() && supports_gradient).then_some(padded)
 }
 
 /// The call with the copy of its bias, in whose place the kernel for dQ stores the gradient, if it does.
 pub(super) fn with_copy<'p>(problem: &FlashAttnVarlenBwd<'p>, copy: &PaddedBias) -> FlashAttnVarlenBwd<'p> {
     let score = Score { bias: Some(copy.bias), ..problem.forward.score };
-    let dbias = match stored_dbias(problem, &copy.bias) {
+    let dbias = match stored_dbias(problem) {
         Some(dbias) => Some(Tensor { data: copy.gradient_place(&dbias), ..dbias }),
         None => problem.dbias,
     };
@@ -115,7 +116,7 @@ pub(super) fn with_copy<'p>(problem: &FlashAttnVarlenBwd<'p>, copy: &PaddedBias)
 
 /// The launch that copies the gradient of a copied bias to the result, if the kernel for dQ has stored it.
 pub(super) fn gradient_launch<'p>(problem: &FlashAttnVarlenBwd, copy: &PaddedBias) -> Result<Option<Launch<'p>>> {
-    let stored = stored_dbias(problem, &copy.bias);
+    let stored = stored_dbias(problem);
     stored.map(|dbias| copy.gradient_launch(&dbias, Parameter::CopyRows)).transpose().map(Option::flatten)
 }
 

@@ -15,20 +15,14 @@ use crate::cuda::variants;
 use crate::error::{Error, Result};
 use crate::problem::attention::Bias;
 use crate::problem::flash_attn_varlen_bwd::FlashAttnVarlenBwd;
-use crate::tensor::{DType, Tensor};
+use crate::tensor::DType;
 use std::rc::Rc;
-
-/// The gradient that `hopper_bwd` stores, if the call asks for one that it does.
-fn stored_dbias<'p>(problem: &FlashAttnVarlenBwd<'p>) -> Option<Tensor<'p>> {
-    let bias = problem.forward.score.bias?;
-    problem.dbias.filter(|_| bias::main_kernel_stores_it(&problem.forward, &bias))
-}
 
 /// The call's bias, or its copy at `copy`, if the kernels take it and the gradient that `hopper_bwd` stores: of q's dtype, and such
 /// that TMA supports them.
 pub(super) fn of(problem: &FlashAttnVarlenBwd, bias: &Bias, copy: *mut u8) -> Option<PaddedBias> {
     let loaded = PaddedBias::new(bias, problem.forward.q.dtype, Some(copy))?;
-    stored_dbias(problem).is_none_or(|dbias| loaded.supports_gradient(&dbias)).then_some(loaded)
+    bias::stored_dbias(problem).is_none_or(|dbias| loaded.supports_gradient(&dbias)).then_some(loaded)
 }
 
 /// The parameter of `hopper_bwd_*_bias`.
@@ -41,7 +35,7 @@ pub(super) fn params(
     let bias = &loaded.bias;
     let BiasSource { seq_matrices, head_matrices, .. } = BiasSource::new(bias, bias.dtype.size())?;
     let encode = |data| bias.tensor_map(data, i64::from(queries));
-    let stored = stored_dbias(problem);
+    let stored = bias::stored_dbias(problem);
     Ok(HopperBiasBackwardParams {
         common: *common,
         bias: encode(bias.data)?,
@@ -61,7 +55,7 @@ pub(super) fn launches<'p>(
     [delta, lse_log2]: [*mut f32; 2],
 ) -> Result<[Vec<Launch<'p>>; 2]> {
     let mut before = Vec::from_iter(loaded.copy_launch(Parameter::CopyRows)?);
-    let Some(dbias) = stored_dbias(problem) else {
+    let Some(dbias) = bias::stored_dbias(problem) else {
         let summing = dbias_launch(problem, loaded.bias, device, [delta, lse_log2])?;
         return Ok([before, Vec::from_iter(summing)]);
     };
