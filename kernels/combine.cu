@@ -14,39 +14,13 @@
 #include <cstdint>
 
 #include "element.cuh"
-#include "output_rows.cuh"
 #include "params/attention.cuh"
 #include "params/combine.cuh"
 #include "partial_rows.cuh"
 #include "ptx.cuh"
+#include "split_tile.cuh"
 
 namespace xa {
-
-constexpr int32_t kWarps = kCombineThreads / 32;
-
-/// A split tile of a KV head, of which this CTA merges part `part` of `num_parts`.
-template <typename T>
-struct SplitTile {
-  const AttentionParams& params;
-  const SplitRecord record;
-  const PartialRows partials;
-  const int32_t kv_head;
-  const int32_t part;
-  const int32_t num_parts;
-
-  /// Writes four columns of a row, and with the first ones its lse.
-  __device__ __forceinline__ void write(int32_t row, int32_t column, const PartialState& state) const {
-    const RowWriter<T, false> writer(params, record.tile, kv_head);
-    writer.write(row, column, state, params.partial.log2_unit);
-  }
-
-  /// The partial row of row `row` of a partial; of the last row or partial instead of what follows it.
-  __device__ __forceinline__ int32_t partial_row(int32_t partial, int32_t row) const {
-    const int32_t index = min(partial, record.num_partials - 1);
-    const int32_t first = index == 0 ? record.first_row : record.second_row + (index - 1) * record.row_stride;
-    return first + min(row, record.tile.num_rows - 1);
-  }
-};
 
 /// Merges partials in the order of their keys, as batch_invariant needs: an item is four columns of a row, and a lane
 /// merges kItems items at a time, with the loads of kPartials partials of each in flight.
@@ -89,18 +63,6 @@ __device__ __forceinline__ void merge_in_order(const SplitTile<T>& tile) {
   }
 }
 
-/// The largest of the values of `lanes` adjacent lanes, or their sum.
-__device__ __forceinline__ float max_of_lanes(float x, int32_t lanes) {
-#pragma unroll 1
-  for (int32_t distance = lanes / 2; distance > 0; distance /= 2) x = fmaxf(x, __shfl_xor_sync(~0u, x, distance));
-  return x;
-}
-__device__ __forceinline__ float sum_of_lanes(float x, int32_t lanes) {
-#pragma unroll 1
-  for (int32_t distance = lanes / 2; distance > 0; distance /= 2) x += __shfl_xor_sync(~0u, x, distance);
-  return x;
-}
-
 /// Merges rows with 8, 16 or 32 lanes each, kRows adjacent ones at a time, with the loads of kPartials partials of each
 /// in flight. A lane has four columns of every partial, and the state of one partial, from which it computes that
 /// partial's weight. Of rows with more than 128 columns, a warp merges a chunk of 128.
@@ -110,8 +72,7 @@ __device__ __forceinline__ void merge_rows(const SplitTile<T>& tile) {
   const int32_t value_dim = tile.params.value_dim, num_rows = tile.record.tile.num_rows;
   const int32_t count = tile.record.num_partials;
   const int32_t lanes = value_dim > 64 ? 32 : value_dim > 32 ? 16 : 8, lane = threadIdx.x % lanes;
-  // Up to 512 columns; of 3 chunks, the warps of the fourth one write nothing.
-  const int32_t warp_rows = 32 / lanes * kRows, log2_chunks = value_dim > 256 ? 2 : value_dim > 128 ? 1 : 0;
+  const int32_t warp_rows = 32 / lanes * kRows, log2_chunks = log2_row_chunks(value_dim);
   const auto column_of = [&](int32_t item) { return (item & ((1 << log2_chunks) - 1)) * 128 + 4 * lane; };
 #pragma unroll 1
   for (int32_t item = tile.part * kWarps + static_cast<int32_t>(threadIdx.x) / 32;
@@ -153,10 +114,7 @@ __device__ __forceinline__ void merge_rows(const SplitTile<T>& tile) {
           for (int32_t j = 0; j < kPartials; ++j) {
             // Partials past the last one have the weight 0, and the output of the last one.
             const float w = __shfl_sync(~0u, weight[r], partial - begin + j, lanes);
-            merged[r].output.x += w * outputs[r][j].x;
-            merged[r].output.y += w * outputs[r][j].y;
-            merged[r].output.z += w * outputs[r][j].z;
-            merged[r].output.w += w * outputs[r][j].w;
+            add_weighted(merged[r].output, w, outputs[r][j]);
           }
         }
       }
@@ -174,23 +132,14 @@ __device__ __forceinline__ void merge_rows(const SplitTile<T>& tile) {
 
 extern "C" __global__ void __launch_bounds__(xa::kCombineThreads, xa::kCombineCtasPerSm)
     XA_ENTRY(const __grid_constant__ xa::AttentionParams params) {
-  const int32_t num_records = params.partial.num_ranges - 1, ctas_per_record = gridDim.y / num_records;
-  const int32_t index = blockIdx.y / num_records, kv_head = blockIdx.x;
-  const auto* const records = static_cast<const xa::SplitRecord*>(params.partial.split_records);
-  const xa::SplitRecord record = records[blockIdx.y - index * num_records];
-  if (record.num_partials == 0) return;
   using T = xa::XA_PASTE(dtype_, XA_DTYPE);
-  const xa::SplitTile<T> tile = {params,
-                                 record,
-                                 xa::PartialRows(params.partial, kv_head),
-                                 kv_head,
-                                 record.index * ctas_per_record + index,
-                                 record.num_records * ctas_per_record};
-  if (params.partial.max_fixed_splits > 0) {
-    xa::merge_in_order<T, 4, 1>(tile);
-  } else if (record.num_partials <= 4) {
-    xa::merge_rows<T, 4, 2>(tile);
-  } else {
-    xa::merge_rows<T, 8, 1>(tile);
-  }
+  xa::SplitTile<T>::find(params, [&](const xa::SplitTile<T>& tile) {
+    if (params.partial.max_fixed_splits > 0) {
+      xa::merge_in_order<T, 4, 1>(tile);
+    } else if (tile.record.num_partials <= 4) {
+      xa::merge_rows<T, 4, 2>(tile);
+    } else {
+      xa::merge_rows<T, 8, 1>(tile);
+    }
+  });
 }

@@ -31,6 +31,7 @@ EACH_KERNEL = {
     "tuned_decode": ("cluster_decode_is_chosen",),
     "tuned_backward": ("tuned_backward_kernels_are_chosen",),
     "tuned_split_kv": ("the_kernel_is_chosen",),
+    "many_partials": ("the_kernel_is_chosen",),
     "bias": ("tuned_kernels_with_a_bias_are_chosen",),
 }
 

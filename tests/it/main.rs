@@ -31,6 +31,7 @@ mod key_ranges;
 mod kv_cache_update;
 mod kv_cache_update_fp8;
 mod layering;
+mod many_partials;
 mod merge_attention_states;
 mod mla_paged_attention;
 mod mla_paged_attention_update;

@@ -12,7 +12,8 @@ use crate::cuda::variants;
 use crate::error::Result;
 use crate::problem::attention::Attention;
 
-const COMBINE_KERNEL: &str = "combine";
+/// Partials that a tile has on average from which on `combine_many` is faster than `combine`.
+const MANY_PARTIALS: i64 = 16;
 
 /// Maximum new rows per KV head that one decode warp stores in the cache. Stores are serial and delay the warp's attention
 /// work; above this a separate update kernel is faster.
@@ -106,13 +107,22 @@ pub(super) fn combine<'c>(
     if records == 0 {
         return Ok(None);
     }
-    let variant = variants::find(COMBINE_KERNEL, &[variants::dtype_value(problem.out.dtype)])?;
     let heads = problem.num_kv_heads as i64;
-    let row_lanes = (problem.value_dim as i64 / 4).max(8).unsigned_abs().next_power_of_two() as i64;
-    let wanted = (tile_rows * row_lanes + i64::from(COMBINE_THREADS) - 1) / i64::from(COMBINE_THREADS);
+    let partials = i64::from(params.partial.num_ranges) / split.tiles;
+    let has_many = partials >= MANY_PARTIALS && params.partial.max_fixed_splits == 0;
+    let (kernel, wanted) = if has_many {
+        // A CTA for each chunk of 128 columns of a row, from all records of a tile.
+        let rows = (problem.num_rows * problem.num_q_heads) as i64 / (heads * split.tiles);
+        let chunks = (problem.value_dim as u64).div_ceil(128).next_power_of_two() as i64;
+        ("combine_many", (rows.clamp(1, tile_rows) * chunks + partials - 1) / partials)
+    } else {
+        let row_lanes = (problem.value_dim as i64 / 4).max(8).unsigned_abs().next_power_of_two() as i64;
+        ("combine", (tile_rows * row_lanes + i64::from(COMBINE_THREADS) - 1) / i64::from(COMBINE_THREADS))
+    };
+    let variant = variants::find(kernel, &[variants::dtype_value(problem.out.dtype)])?;
     let resident = i64::from(COMBINE_CTAS_PER_SM) * i64::from(device.sms);
     let ctas_per_record = wanted.min(resident / (heads * i64::from(records))).max(1);
     let grid = [problem.num_kv_heads as u32, records * ctas_per_record as u32, 1];
     let config = LaunchConfig { grid, threads: COMBINE_THREADS as u32, shared_memory: 0 };
-    Ok(Some(Launch::new(COMBINE_KERNEL, variant, config, Parameter::Attention(*params))))
+    Ok(Some(Launch::new(kernel, variant, config, Parameter::Attention(*params))))
 }

@@ -141,10 +141,21 @@ mod tests {
 
     #[test]
     fn as_many_ctas_combine_as_run_at_a_time() {
-        // A CTA has 8 rows of 128 columns at a time: 35, 20 and 128 rows find room for three CTAs per split record.
+        // A CTA has 8 rows of 128 columns at a time: 35 and 128 rows find room for three CTAs per split record.
         assert_eq!(grids(&few_queries(16, 5, [28, 4])), [[132, 1, 1], [4, 96, 1]]);
-        assert_eq!(grids(&few_queries(1, 5, [32, 8])), [[128, 1, 1], [8, 45, 1]]);
         assert_eq!(grids(&few_queries(4, 32, [32, 8])), [[128, 1, 1], [8, 45, 1]]);
+    }
+
+    #[test]
+    fn tiles_with_many_partials_have_a_cta_per_row() {
+        // 20 rows, for which the 15 records of the only tile have two CTAs each.
+        let one_sequence = few_queries(1, 5, [32, 8]);
+        assert_eq!(grids(&one_sequence), [[128, 1, 1], [8, 30, 1]]);
+        let second_kernel = |problem: &Attention| {
+            LaunchPlan::on(problem, None, device(true)).expect("the sizes are allowed").0.list[1].kernel
+        };
+        assert_eq!(second_kernel(&one_sequence), "combine_many");
+        assert_eq!(second_kernel(&few_queries(2, 5, [32, 8])), "combine");
     }
 
     #[test]

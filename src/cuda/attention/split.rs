@@ -40,6 +40,8 @@ pub(super) struct WorkUnit {
 pub(super) struct KvSplit {
     /// Work ranges, and so CTAs, per KV head.
     pub(super) ranges: i64,
+    /// At most so many tiles per KV head; at least 1.
+    pub(super) tiles: i64,
     /// Whether the longest possible tile is long enough to be split.
     pub(super) may_split: bool,
     pub(super) partial: PartialResults,
@@ -78,7 +80,8 @@ impl KvSplit {
         let may_split = if from_0 { (keys + chunk - 1) / chunk * chunk } else { keys + 2 * chunk }
             >= i64::from(MIN_SPLIT_TILE_KEYS);
         let splits = if may_split { (keys as u64).div_ceil(MIN_SPLIT_KEYS as u64) as i64 } else { 1 };
-        let ranges = (resident_ctas / heads).clamp(1, tiles.max(1).saturating_mul(splits)).min(MAX_RANGES);
+        let tiles = tiles.max(1);
+        let ranges = (resident_ctas / heads).clamp(1, tiles.saturating_mul(splits)).min(MAX_RANGES);
         let mut partial = PartialResults {
             pitch: problem.value_dim as i32,
             max_fixed_splits: if problem.batch_invariant { max_fixed_splits(heads) } else { 0 },
@@ -88,7 +91,7 @@ impl KvSplit {
         if may_split && ranges > 1 {
             partial.allocate(problem, unit.rows, ranges, taken);
         }
-        Self { ranges, may_split, partial }
+        Self { ranges, tiles, may_split, partial }
     }
 
     /// Boundaries between work ranges at which a tile may be split: a `SplitRecord` for each.
