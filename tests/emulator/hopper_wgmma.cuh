@@ -97,11 +97,7 @@ struct Wgmma {
 
   template <bool kAccumulate>
   static void ss(float (&d)[kColumns / 8][4], uint64_t x, uint64_t y) {
-    if (!kAccumulate) {
-      for (auto& tile : d) {
-        for (float& number : tile) number = 0.0f;
-      }
-    }
+    if (!kAccumulate) clear(d);
     host::WgmmaLane lane{&d[0][0], x, nullptr, y};
     emulator::warp_collective(
         [](void* const* lanes) {
@@ -122,7 +118,8 @@ struct Wgmma {
 
   /// `kTransposesB`: whether b is MN-major, [depth, columns] in shared memory; 8-bit operands are K-major only.
   template <bool kTransposesB = sizeof(T) != 1>
-  static void rs(float (&d)[kColumns / 8][4], const uint32_t (&x)[4], uint64_t y) {
+  static void rs(float (&d)[kColumns / 8][4], const uint32_t (&x)[4], uint64_t y, int32_t accumulates = 1) {
+    if (accumulates == 0) clear(d);
     host::WgmmaLane lane{&d[0][0], 0, x, y};
     emulator::warp_collective(
         [](void* const* lanes) {
@@ -150,6 +147,13 @@ struct Wgmma {
           host::multiply<kColumns, kDepth>(lanes, a, b);
         },
         &lane);
+  }
+
+ private:
+  static void clear(float (&d)[kColumns / 8][4]) {
+    for (auto& tile : d) {
+      for (float& number : tile) number = 0.0f;
+    }
   }
 };
 

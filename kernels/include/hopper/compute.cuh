@@ -125,15 +125,22 @@ __device__ __forceinline__ void compute_tiles(const HopperPrefillParams& prefill
     }
     ptx::wgmma_commit_group();
   };
-  // O += P V with a stage of V, as one wgmma group.
+  // Whether O has products. The first ones replace it, which saves an instruction per register. A kernel with a
+  // transform, a bias or bounds of keys has no register for this; the others listed are as fast with zeros, or faster.
+  constexpr bool kClearsOutput = Shape::kValueDim <= 64 || kTransforms || Shape::kHasBias || Shape::kTakesKeyRanges ||
+                                 Shape::kSplitsKeys || kHasOneStep;
+  int32_t has_output = 1;
+  // O = P V with a stage of V, + O if it has products, as one wgmma group.
   const auto issue_pv = [&](const ValueState& at) {
     const uint64_t block = values + at.stage * (ValueBlock::kBytes >> 4);
     ptx::wgmma_fence();
 #pragma unroll
     for (int step = 0; step < kKeys / 16; ++step) {
       Wgmma<T, Shape::kOutputColumns>::rs(state.output, weights[step],
-                                          block + step * (2 * ValueBlock::kStrideByteOffset >> 4));
+                                          block + step * (2 * ValueBlock::kStrideByteOffset >> 4),
+                                          step > 0 ? 1 : has_output);
     }
+    if constexpr (!kClearsOutput) has_output = 1;
     ptx::wgmma_commit_group();
   };
   // Converts P in `scores` to the A operand `weights`: both have the same layout.
@@ -151,8 +158,10 @@ __device__ __forceinline__ void compute_tiles(const HopperPrefillParams& prefill
   int32_t block_count = 0;
   const auto attend = [&](const typename Shape::Tile& tile, int32_t first, int32_t end, int32_t tile_count,
                           const auto& finalize_rows) {
+    if constexpr (!kClearsOutput) has_output = 0;
     if constexpr (Shape::kSplitsKeys || Shape::kHasWarpgroupBlocks) {
       if (!enter_own_blocks(pipeline, tile, warpgroup, tile_count, block_count, first, end)) {
+        if constexpr (!kClearsOutput) state.clear_output();
         finalize_rows();
         return;
       }
@@ -264,7 +273,7 @@ __device__ __forceinline__ void compute_tiles(const HopperPrefillParams& prefill
       pass_blocks(pipeline, block_count, first - uniform(tile.first_block));
     }
   };
-  for_each_tile<Shape, T>(prefill, pipeline, warp, state, block_count, attend);
+  for_each_tile<Shape, T, kClearsOutput>(prefill, pipeline, warp, state, block_count, attend);
 }
 
 }  // namespace xa::hopper

@@ -33,12 +33,15 @@ struct OnlineSoftmax {
   float rescale[2];    // factor of the earlier output relative to the last block's maximum
   float output[kColumnTiles][4];
 
+  /// The state of no block, but for the output.
   __device__ __forceinline__ void reset() {
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
       max[half] = max_score[half] = -INFINITY;
       sum[half] = 0.0f;
     }
+  }
+  __device__ __forceinline__ void clear_output() {
 #pragma unroll
     for (int column = 0; column < kColumnTiles; ++column) {
 #pragma unroll

@@ -19,7 +19,7 @@ namespace xa::hopper {
 /// [first, end), for the CTA's tile number `tile_count`. It must leave the final O in `state` and call
 /// `finalize_rows()` after the last softmax. Stores rows as `Out`. Run by all compute warps. `block_count` is the
 /// number of the CTA's blocks so far, which `attend` counts.
-template <typename Shape, typename Out, typename State, typename Attend>
+template <typename Shape, typename Out, bool kClearsOutput = true, typename State, typename Attend>
 __device__ __forceinline__ void for_each_tile(const HopperPrefillParams& prefill, const Pipeline<Shape>& pipeline,
                                               int32_t warp, State& state, const int32_t& block_count,
                                               const Attend& attend) {
@@ -47,10 +47,12 @@ __device__ __forceinline__ void for_each_tile(const HopperPrefillParams& prefill
         epilogue.finalize(state);
       };
       state.reset();
+      if constexpr (kClearsOutput) state.clear_output();
       if (first < end) {
         attend(tile, first, end, tile_count, finalize_rows);
         ++tile_count;
       } else {
+        if constexpr (!kClearsOutput) state.clear_output();
         finalize_rows();
       }
       if constexpr (Shape::kStagesOutputInValues) {

@@ -32,8 +32,8 @@ struct E4m3 {
 
 /// The m64n<kColumns>k16 (k32 for e4m3) instructions with f32 accumulators, named as CUTLASS's atoms: SS and RS.
 ///   ss: d = a b^T (+ d where kAccumulate): Q K^T. a [64, 16] and b [kColumns, 16], both K-major in shared memory.
-///   rs: d += a b: P V. a [64, 16] in registers, b [16, kColumns] in shared memory, MN-major as V is loaded. 8-bit
-///       operands are K-major only: b is V^T [kColumns, 32].
+///   rs: d = a b (+ d where `accumulates` is not 0): P V. a [64, 16] in registers, b [16, kColumns] in shared memory,
+///       MN-major as V is loaded. 8-bit operands are K-major only: b is V^T [kColumns, 32].
 template <typename T, int kColumns>
 struct Wgmma;
 
@@ -85,13 +85,14 @@ struct Wgmma;
                    : XA_ACCUMULATORS_##columns(d)                                                                      \
                    : "l"(x), "l"(y), "n"(kAccumulate ? 1 : 0));                                                        \
     }                                                                                                                  \
-    static __device__ __forceinline__ void rs(float (&d)[columns / 8][4], const uint32_t (&x)[4], uint64_t y) {        \
+    static __device__ __forceinline__ void rs(float (&d)[columns / 8][4], const uint32_t (&x)[4], uint64_t y,          \
+                                              int32_t accumulates = 1) {                                               \
       asm volatile("{\n.reg .pred adds;\nsetp.ne.b32 adds, %" #rs_scale                                                \
                    ", 0;\n"                                                                                            \
                    "wgmma.mma_async.sync.aligned.m64n" #columns depth ".f32." type "." type " {" XA_OPERANDS_##numbers \
                    "}, {%" #a ", %" #a1 ", %" #a2 ", %" #a3 "}, %" #rs_b ", adds, 1, 1" rs_transposes ";\n}"           \
                    : XA_ACCUMULATORS_##columns(d)                                                                      \
-                   : "r"(x[0]), "r"(x[1]), "r"(x[2]), "r"(x[3]), "l"(y), "n"(1));                                      \
+                   : "r"(x[0]), "r"(x[1]), "r"(x[2]), "r"(x[3]), "l"(y), "r"(accumulates));                            \
     }                                                                                                                  \
   };
 #define XA_WGMMAS(columns, ...)                                        \
