@@ -37,7 +37,8 @@ extern "C" __global__ void __launch_bounds__(Shape::kThreads, 1)
   const xa::hopper_mla::Buffers<Shape> buffers(shared);
   xa::WorkTile& work = buffers.work_tile();
   xa::WorkRange& range = buffers.work_range();
-  if (threadIdx.x == 64) buffers.init();
+  if (threadIdx.x / 32 == 2) buffers.init(threadIdx.x % 32);
+  if (threadIdx.x == 96 && params.box_rows != 0) xa::hopper::ptx::prefetch_tensormap(params.cache);
   const xa::WorkRangeIndex index = {static_cast<int32_t>(blockIdx.y) / Shape::kCtas,
                                     static_cast<int32_t>(gridDim.y) / Shape::kCtas};
   xa::init_work_tile<LogitsTransform>(attention, work);
@@ -66,6 +67,10 @@ extern "C" __global__ void __launch_bounds__(Shape::kThreads, 1)
     }
   } else {
     xa::hopper::ptx::warpgroup_reg_alloc<Shape::kRegisters>();
+    // While the first block is loaded. Under 64 rows, the last warp has none, whose loads it would delay.
+    if (buffers.cta_rank() == 0) {
+      xa::store_split_record<Shape::kTileRows, Shape::kComputeThreads - 32>(attention, work, range, index.index);
+    }
     int32_t number = 0;
 #pragma unroll 1
     while (work.tile.num_rows != 0) {
@@ -73,7 +78,6 @@ extern "C" __global__ void __launch_bounds__(Shape::kThreads, 1)
       xa::hopper_mla::sync_cta<Shape>();
       xa::hopper_mla::sync_cluster<Shape>();
     }
-    if (buffers.cta_rank() == 0) xa::store_split_record<Shape::kTileRows>(attention, work, range, index.index);
     if (attention.clears_padding_rows == 0) return;
     const bool ascends = xa::starts_ascend(work.maxima);
     xa::clear_padding_rows<T, Shape::kComputeThreads>(attention, ascends, range.live, blockIdx.y, gridDim.y);

@@ -34,7 +34,7 @@ extern "C" __global__ void __launch_bounds__(Shape::kThreads, 1)
   const xa::hopper_mla_fp8::Buffers<Shape> buffers(shared);
   xa::WorkTile& work = buffers.work_tile();
   xa::WorkRange& range = buffers.work_range();
-  if (threadIdx.x == 64) buffers.init();
+  if (threadIdx.x / 32 == 2) buffers.init(threadIdx.x % 32);
   const xa::WorkRangeIndex index = {static_cast<int32_t>(blockIdx.y), static_cast<int32_t>(gridDim.y)};
   xa::init_work_tile<LogitsTransform>(params, work);
   xa::partition_work<Shape::kThreads, Unit, false>(params, work, range, index);
@@ -54,13 +54,14 @@ extern "C" __global__ void __launch_bounds__(Shape::kThreads, 1)
     }
   } else {
     xa::hopper::ptx::warpgroup_reg_alloc<Shape::kRegisters>();
+    // While the first block is loaded.
+    xa::store_split_record<Shape::kRows, Shape::kComputeThreads - 32>(params, work, range, index.index);
 #pragma unroll 1
     while (work.tile.num_rows != 0) {
       xa::hopper_mla_fp8::compute_tile<Shape, LogitsTransform>(params, buffers, number, warpgroup);
       xa::hopper_mla_fp8::sync_cta<Shape>();
       xa::hopper_mla_fp8::sync_cta<Shape>();
     }
-    xa::store_split_record<Shape::kRows>(params, work, range, index.index);
     if (params.clears_padding_rows == 0) return;
     const bool ascends = xa::starts_ascend(work.maxima);
     xa::clear_padding_rows<xa::F16, Shape::kComputeThreads>(params, ascends, range.live, blockIdx.y, gridDim.y);

@@ -63,9 +63,9 @@ struct SequenceWork : PairChunks<Unit::kIsFolded> {
   QoTile tile;      // first_row and num_rows are not set
   StartMaxima end;  // where the next sequence starts
   int32_t num_tiles;
-  int32_t
-      chunks;  // of each tile: those with keys that any row of the sequence attends to, at least 1. Folded: of tile 0
-  int32_t first_chunk;  // not folded
+  // Of each tile: those with keys that any row of the sequence attends to, at least 1. Folded: of tile 0.
+  int32_t chunks;
+  int32_t first_chunk;
 
   __device__ __forceinline__ int64_t work() const {
     if constexpr (Unit::kIsFolded) {
@@ -78,6 +78,7 @@ struct SequenceWork : PairChunks<Unit::kIsFolded> {
   template <typename Index>
   __device__ __forceinline__ TilePlace<Index> find(const AttentionParams& params, Index chunk) const {
     static_assert(Unit::kIsFolded);
+    if (num_tiles == 1) return TilePlace<Index>{0, 0, middle_chunks()};
     const int32_t pair = static_cast<int32_t>(divide(chunk, Index{this->pair_chunks}));
     const Index first = Index{pair} * this->pair_chunks;
     const int32_t even = chunks_of(params, 2 * pair);
@@ -96,11 +97,8 @@ struct SequenceWork : PairChunks<Unit::kIsFolded> {
   }
   /// The chunk of the sequence's keys with which tile `index` begins.
   __device__ __forceinline__ int32_t first_chunk_of(const AttentionParams& params, int32_t index) const {
-    if constexpr (Unit::kIsFolded) {
-      return chunks_in(params, tile_at(params, index)).first;
-    } else {
-      return first_chunk;
-    }
+    if (Unit::kIsFolded && num_tiles > 1) return chunks_in(params, tile_at(params, index)).first;
+    return first_chunk;
   }
   /// Packed rows of tile `index`. Tile 0 has the last rows of the sequence, the only ones that may be fewer than a
   /// tile's.
@@ -123,16 +121,15 @@ struct SequenceWork : PairChunks<Unit::kIsFolded> {
   __device__ __forceinline__ void measure(const AttentionParams& params, bool live) {
     const bool ours = live && tile.len_q >= params.min_queries && tile.len_q <= params.max_queries;
     num_tiles = ours ? Unit::count_tiles(params, tile.len_q) : 0;
+    const Visibility visibility(params, tile);
+    const int32_t begin = visibility.begin(0), end = visibility.end(tile.len_q - 1);
+    first_chunk = begin < end ? begin / Unit::kKvChunkKeys : 0;
+    chunks = begin < end ? (end + Unit::kKvChunkKeys - 1) / Unit::kKvChunkKeys - first_chunk : 1;
     if constexpr (Unit::kIsFolded) {
-      chunks = this->pair_chunks = 1;
-      if (num_tiles == 0) return;
+      this->pair_chunks = 2 * chunks;
+      if (num_tiles <= 1) return;  // most sequences, whose tile has all rows: no division by the group
       chunks = chunks_in(params, tile_at(params, 0)).count;
-      this->pair_chunks = chunks + (num_tiles > 1 ? chunks_in(params, tile_at(params, 1)).count : chunks);
-    } else {
-      const Visibility visibility(params, tile);
-      const int32_t begin = visibility.begin(0), end = visibility.end(tile.len_q - 1);
-      first_chunk = begin < end ? begin / Unit::kKvChunkKeys : 0;
-      chunks = begin < end ? (end + Unit::kKvChunkKeys - 1) / Unit::kKvChunkKeys - first_chunk : 1;
+      this->pair_chunks = chunks + chunks_in(params, tile_at(params, 1)).count;
     }
   }
 

@@ -365,12 +365,13 @@ __device__ __forceinline__ void for_work_tiles(const AttentionParams& params, Wo
 }
 
 /// Writes the SplitRecord of the tile inside of which the work range starts, if any. Tiles are split alike in all KV
-/// heads, so the CTA of KV head 0 writes for all; range 0 starts at no boundary.
-template <int kRows>
+/// heads, so the CTA of KV head 0 writes for all; range 0 starts at no boundary. Thread kThread writes it, at any time
+/// after the partition.
+template <int kRows, int kThread = 0>
 __device__ __forceinline__ void store_split_record(const AttentionParams& params, const WorkTile& work,
                                                    const WorkRange& range, int32_t range_index) {
   const bool writes = work.kv_head == 0 && range_index > 0 && range_index < params.partial.num_ranges;
-  if (threadIdx.x != 0 || !writes) return;
+  if (threadIdx.x != kThread || !writes) return;
   const StartSplit& start_split = range.start_split;
   const KvSplit& kv_split = range.kv_split;
   SplitRecord record = {};

@@ -171,6 +171,7 @@ inline int32_t max3_as_int(int32_t x, float y, float z) {
 inline uint32_t mov_volatile(uint32_t x) { return x; }
 inline void cp_async_4(uint32_t destination, const void* source) { emulator::cp_async(destination, source, 4, true); }
 inline void prefetch_tensormap(const TensorMap&) {}
+inline bool elect_one() { return threadIdx.x % 32 == 0; }
 inline void launch_dependents() {}
 inline void wait_for_previous_kernel() {}
 inline void fence_proxy_async_shared() {}

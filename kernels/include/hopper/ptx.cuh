@@ -149,6 +149,13 @@ __device__ __forceinline__ void prefetch_tensormap(const TensorMap& map) {
   asm volatile("prefetch.tensormap [%0];" ::"l"(&map) : "memory");
 }
 
+/// Whether this is the one lane of a converged warp that the hardware chooses.
+__device__ __forceinline__ bool elect_one() {
+  uint32_t is_chosen;
+  asm volatile("{\n.reg .pred chosen;\nelect.sync _|chosen, -1;\nselp.u32 %0, 1, 0, chosen;\n}" : "=r"(is_chosen));
+  return is_chosen != 0;
+}
+
 /// Programmatic dependent launch: lets the next kernel of the stream start before this one is complete, as soon as
 /// every CTA has executed this or has ended. Without effect if that kernel was launched without the attribute.
 __device__ __forceinline__ void launch_dependents() { asm volatile("griddepcontrol.launch_dependents;" ::: "memory"); }

@@ -55,16 +55,14 @@ class HalfTile {
         values_(hopper::matrix_descriptor<Atom>(
             buffers.buffer(0) + half * (Shape::kColumns / Atom::kColumns) * Shape::kAtomColumnBytes,
             Shape::kAtomColumnBytes, Atom::kBytes)) {
+    max_[0] = max_[1] = -INFINITY;
+    sum_[0] = sum_[1] = 0.0f;
+  }
+
+  /// The result of no block.
+  __device__ __forceinline__ void clear_output() {
 #pragma unroll
-    for (int i = 0; i < 2; ++i) {
-      max_[i] = -INFINITY;
-      sum_[i] = 0.0f;
-    }
-#pragma unroll
-    for (int column = 0; column < Shape::kColumns / 8; ++column) {
-#pragma unroll
-      for (int i = 0; i < 4; ++i) output_[column][i] = 0.0f;
-    }
+    for (float (&o)[4] : output_) o[0] = o[1] = o[2] = o[3] = 0.0f;
   }
 
   /// The left warpgroup: scores and P of blocks `first` to before `end`, and its half of the output. `number` counts
@@ -79,8 +77,8 @@ class HalfTile {
       hopper::ptx::wgmma_wait_group<0>();
       compute_weights(weights, scores, block, max_);
       pass(weights, n);
-      raise(weights);
-      issue_values(weights, n);
+      raise(weights, block > first);
+      issue_values(weights, n, block > first);
       hopper::ptx::wgmma_wait_group<0>();
       buffers_.release(n, 0);
     }
@@ -95,8 +93,8 @@ class HalfTile {
 #pragma unroll
       for (int part = Shape::kParts / 2; part < Shape::kParts; ++part) buffers_.full(n, part).wait();
       receive(weights, n);
-      raise(weights);
-      issue_values(weights, n);
+      raise(weights, block > first);
+      issue_values(weights, n, block > first);
       hopper::ptx::wgmma_wait_group<0>();
       buffers_.release(n, 1);
     }
@@ -106,7 +104,7 @@ class HalfTile {
   __device__ __forceinline__ void store_result(const WorkRange& range, int half) {
     // Both must have read the blocks, and P.
     sync_compute_threads();
-    store_output(half);
+    if (warp_row() < work_.tile.num_rows) store_output(half);
     if (half == 0) store_states();
     sync_compute_threads();
     const float* const states = buffers_.row_states();
@@ -152,13 +150,14 @@ class HalfTile {
       }
     }
   }
-  /// O += P V of a buffer, as one wgmma group.
-  __device__ __forceinline__ void issue_values(const Weights& weights, int32_t number) {
+  /// O = P V of a buffer (+ O where it `accumulates`), as one wgmma group.
+  __device__ __forceinline__ void issue_values(const Weights& weights, int32_t number, bool accumulates) {
     const uint64_t block = values_ + number % 2 * (Shape::kBlockBytes >> 4);
     hopper::ptx::wgmma_fence();
 #pragma unroll
     for (int step = 0; step < Shape::kKeys / 16; ++step) {
-      hopper::Wgmma<T, Shape::kColumns>::rs(output_, weights.p[step], block + step * (2 * Atom::kBytes >> 4));
+      hopper::Wgmma<T, Shape::kColumns>::rs(output_, weights.p[step], block + step * (2 * Atom::kBytes >> 4),
+                                            step > 0 || accumulates);
     }
     hopper::ptx::wgmma_commit_group();
   }
@@ -216,7 +215,7 @@ class HalfTile {
   }
 
   /// Raises the maxima to those of a block. If none rises, output and sums stay bitwise unchanged.
-  __device__ __forceinline__ void raise(const Weights& weights) {
+  __device__ __forceinline__ void raise(const Weights& weights, bool has_output) {
     const bool rises = weights.max[0] != max_[0] || weights.max[1] != max_[1];
     if (__any_sync(~0u, rises)) {
       float factor[2];
@@ -226,10 +225,12 @@ class HalfTile {
         sum_[half] *= factor[half];
         max_[half] = weights.max[half];
       }
+      if (has_output) {
 #pragma unroll
-      for (int column = 0; column < Shape::kColumns / 8; ++column) {
+        for (int column = 0; column < Shape::kColumns / 8; ++column) {
 #pragma unroll
-        for (int i = 0; i < 4; ++i) output_[column][i] *= factor[i / 2];
+          for (int i = 0; i < 4; ++i) output_[column][i] *= factor[i / 2];
+        }
       }
     }
 #pragma unroll
@@ -303,7 +304,7 @@ class HalfTile {
   const LogitsTransform transform_;
   const float unit_;
   const uint64_t query_, keys_, values_;  // descriptors of Q, and of the first buffer
-  float output_[Shape::kColumns / 8][4];
+  float output_[Shape::kColumns / 8][4];  // not set before the first block
   float max_[2];
   float sum_[2];  // left: of this lane's columns
   float added_[2] = {0.0f, 0.0f};
@@ -319,7 +320,9 @@ __device__ __forceinline__ void compute_tile(const AttentionParams& params, cons
   load_query<Shape, T>(params, buffers, threadIdx.x);
   HalfTile<Shape, T, LogitsTransform>::sync_compute_threads();
   HalfTile<Shape, T, LogitsTransform> tile(params, buffers, half);
-  if (half == 0) {
+  if (first >= end) {
+    tile.clear_output();
+  } else if (half == 0) {
     tile.attend_left(first, end, number);
   } else {
     tile.attend_right(first, end, number);

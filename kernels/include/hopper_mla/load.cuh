@@ -60,8 +60,7 @@ __device__ __forceinline__ void copy_rows(const AttentionParams& params, const R
   }
 }
 
-/// The page of this lane's box of a block, and the box's first row in the page. Lanes past the boxes that the CTA loads
-/// have none: their page is negative.
+/// The page of this lane's box of a block, and the box's first row in the page.
 struct BoxSource {
   int32_t page;
   int32_t row;
@@ -110,7 +109,7 @@ class BlockLoader {
       return;
     }
     const int32_t first = threadIdx.x % 32 * params_.box_rows;
-    boxes_.page = -1;
+    num_boxes_ = __popc(__ballot_sync(~0u, first < Shape::kKeysPerCta));
     if (first >= Shape::kKeysPerCta) return;
     const int32_t token = block * Shape::kKeys + buffers_.cta_rank() * Shape::kKeysPerCta + first;
     const TokenSlot slot = slot_of(params_.attention, work_, token);
@@ -130,25 +129,28 @@ class BlockLoader {
   __device__ __forceinline__ void load_part(int32_t number) const {
     constexpr int kBegin = Shape::part_start(kPart), kEnd = Shape::part_start(kPart + 1);
     const Barrier full = buffers_.full(number, kPart);
-    const int32_t lane = threadIdx.x % 32;
-    if (lane == 0) {
+    const bool is_leader = hopper::ptx::elect_one();
+    if (is_leader) {
       // For both warps that arrive where rows are copied. The other CTA's boxes may have come before.
       full.arrive_expect_tx((kEnd - kBegin) * Shape::kAtomColumnBytes);
       full.arrive();
     }
-    __syncwarp();
-    const uint32_t to =
-        to_ + (buffers_.cta_rank() * Shape::kKeysPerCta + lane * params_.box_rows) * Shape::Atom::kRowBytes;
-    if (boxes_.page >= 0) {
+    uint32_t to = to_ + buffers_.cta_rank() * Shape::kKeysPerCta * Shape::Atom::kRowBytes;
+    // One lane loads all boxes: several lanes would take turns at each instruction, whose operands are in uniform
+    // registers.
+#pragma unroll 1
+    for (int32_t box = 0; box < num_boxes_; ++box, to += params_.box_rows * Shape::Atom::kRowBytes) {
+      const int32_t row = __shfl_sync(~0u, boxes_.row, box), page = __shfl_sync(~0u, boxes_.page, box);
+      if (!is_leader) continue;
 #pragma unroll
       for (int i = kBegin; i < kEnd; ++i) {
         const int column = Shape::atom_column(i);
         const uint32_t box_to = to + column * Shape::kAtomColumnBytes;
         const int32_t first = column * Shape::Atom::kColumns;
         if constexpr (Shape::kCtas > 1) {
-          hopper::ptx::tma_load_pair(box_to, params_.cache, full.address, first, boxes_.row, boxes_.page, 0, 0);
+          hopper::ptx::tma_load_pair(box_to, params_.cache, full.address, first, row, page, 0, 0);
         } else {
-          hopper::ptx::tma_load(box_to, params_.cache, full.address, first, boxes_.row, boxes_.page, 0, 0);
+          hopper::ptx::tma_load(box_to, params_.cache, full.address, first, row, page, 0, 0);
         }
       }
     }
@@ -191,6 +193,7 @@ class BlockLoader {
   const uint32_t to_;
   RowSource rows_;
   BoxSource boxes_;
+  int32_t num_boxes_;  // that the CTA loads; lanes past them have none
 };
 
 /// Loads the query rows of a work tile. The compute threads call this.

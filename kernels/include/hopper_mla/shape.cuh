@@ -63,7 +63,7 @@ struct Shape : Config {
   /// The cluster's work tile, then in a cluster the CTA's rows of it.
   static constexpr int kCtaTileOffset = kWorkTileOffset + (kCtas > 1 ? static_cast<int>(sizeof(WorkTile)) : 0);
   static constexpr int kWorkRangeOffset = kCtaTileOffset + static_cast<int>(sizeof(WorkTile));
-  static constexpr int kBarriersOffset = kWorkRangeOffset + static_cast<int>(sizeof(WorkRange));
+  static constexpr int kBarriersOffset = kWorkRangeOffset + static_cast<int>(sizeof(WorkRange)), kBarriers = 14;
   /// At the end of a tile, the output in f32 takes the place of the blocks, and sums and maxima that of P.
   static constexpr int kOutputPitch = 4 * (kLatentValueDim + 4);
   static constexpr int kAlignment = 1024;
@@ -71,7 +71,7 @@ struct Shape : Config {
   static_assert(kTileRows == kCtas * kRows && kCtas <= 2 && kKeys == 64);
   static_assert(Config::kWarps == 12 && Config::kStages == 2);
   static_assert(kRows * kOutputPitch <= 2 * kBlockBytes);
-  static_assert(Config::kSharedBytes == kBarriersOffset + 14 * 8 + kAlignment,
+  static_assert(Config::kSharedBytes == kBarriersOffset + kBarriers * 8 + kAlignment,
                 "shared_bytes in variants.toml is what the launch asks for");
   static_assert(Config::kSharedBytes <= 227 * 1024);
 };
@@ -86,18 +86,13 @@ class Buffers {
     shared_ = shared + unaligned;
     address_ = address + unaligned;
   }
-  /// Called by one thread; __syncthreads must follow.
-  __device__ __forceinline__ void init() const {
-    for (int block = 0; block < 2; ++block) {
-      for (int part = 0; part < Shape::kParts; ++part) {
-        hopper::ptx::mbarrier_init(full(block, part).address, Shape::kLoadWarps);
-      }
-      for (int half = 0; half < 2; ++half) {
-        hopper::ptx::mbarrier_init(empty(block, half).address, 4 * Shape::kCtas);
-      }
+  /// Called by a warp, whose lanes initialise a barrier each; __syncthreads must follow.
+  __device__ __forceinline__ void init(int32_t lane) const {
+    constexpr int kEmpty = 2 * Shape::kParts, kP = kEmpty + 4;  // empty(0, 0) and p_full
+    if (lane < Shape::kBarriers) {
+      const uint32_t arrivals = lane < kEmpty ? Shape::kLoadWarps : lane < kP ? 4 * Shape::kCtas : 4;
+      hopper::ptx::mbarrier_init(barrier(lane, 0).address, arrivals);
     }
-    hopper::ptx::mbarrier_init(p_full(0).address, 4);
-    hopper::ptx::mbarrier_init(p_empty(0).address, 4);
     hopper::ptx::fence_mbarrier_init();
   }
 

@@ -72,11 +72,6 @@ class TransposedTile {
 #pragma unroll
     for (int j = 0; j < kRowTiles; ++j) {
       sum_[j][0] = sum_[j][1] = 0.0f;
-#pragma unroll
-      for (int column = 0; column < kColumnTiles; ++column) {
-#pragma unroll
-        for (int i = 0; i < 4; ++i) output_[column][j][i] = 0.0f;
-      }
     }
     // All threads that share them write the same.
     for (int32_t row = threadIdx.x % 128; row < kRows; row += 128) maxima()[row] = -INFINITY;
@@ -87,10 +82,11 @@ class TransposedTile {
   /// those of the CTA.
   template <bool kIsE5m2>
   __device__ __forceinline__ void attend(int32_t first, int32_t end, int32_t number) {
-    const int32_t skipped = Shape::kDividesKeys ? (number ^ group_) & 1 : 0;
+    const int32_t begin = first + (Shape::kDividesKeys ? (number ^ group_) & 1 : 0);
+    if (begin >= end) clear_output();
 #pragma unroll 1
-    for (int32_t block = first + skipped; block < end; block += 2) {
-      attend_blocks<kIsE5m2>(block, end, number + block - first);
+    for (int32_t block = begin; block < end; block += 2) {
+      attend_blocks<kIsE5m2>(block, end, number + block - first, block > begin);
     }
   }
 
@@ -134,9 +130,9 @@ class TransposedTile {
   __device__ __forceinline__ float* factors() const { return state_ + (Shape::kSharerWarps + 1) * kRows; }
 
   /// Attends to block `block` if each warpgroup has a state of its own, otherwise also to the next one, if it is before
-  /// `end`. `number` counts the CTA's blocks.
+  /// `end`. `number` counts the CTA's blocks. With `has_output` they are added to the output.
   template <bool kIsE5m2>
-  __device__ __forceinline__ void attend_blocks(int32_t block, int32_t end, int32_t number) {
+  __device__ __forceinline__ void attend_blocks(int32_t block, int32_t end, int32_t number, bool has_output) {
     const int32_t own = Shape::kDividesKeys ? 0 : group_;
     const bool has_second = !Shape::kDividesKeys && block + 1 < end;
     Scores scores;
@@ -170,7 +166,7 @@ class TransposedTile {
       sum_[j][1] += added[j][1];
     }
     if constexpr (Shape::kDividesKeys) {
-      add_values<kIsE5m2>(values, buffers_.stage(number), p, number);
+      add_values<kIsE5m2>(values, buffers_.stage(number), p, number, has_output);
     } else {
       const int32_t count = has_second ? 2 : 1;
 #pragma unroll 1
@@ -178,7 +174,7 @@ class TransposedTile {
         const uint32_t rows = buffers_.stage(number + i);
         buffers_.full(number + i).wait();
         load_first_values(values, rows);
-        add_values<kIsE5m2>(values, rows, buffers_.p(i, number / 2), number + i);
+        add_values<kIsE5m2>(values, rows, buffers_.p(i, number / 2), number + i, has_output || i > 0);
       }
     }
   }
@@ -201,8 +197,6 @@ class TransposedTile {
 #pragma unroll
     for (int group = 0; group < kAhead; ++group) load_keys(codes[group], rows, group);
 #pragma unroll
-    for (float (&tile)[4] : scores) tile[0] = tile[1] = tile[2] = tile[3] = 0.0f;
-#pragma unroll
     for (int group = 0; group < kCount; ++group) {
       Fragments& keys = fragments[group % kGroups];
 #pragma unroll
@@ -217,7 +211,7 @@ class TransposedTile {
       for (int i = 0; i < kGroupSteps; ++i) {
         const int step = group * kGroupSteps + i;
         const int offset = step / kStepsPerAtom * (Shape::kQueryAtomColumnBytes >> 4) + step % kStepsPerAtom * 2;
-        ptx::multiply<kDescriptorHigh>(scores, keys[i], query_ + offset);
+        ptx::multiply<kDescriptorHigh>(scores, keys[i], query_ + offset, step > 0);
       }
       hopper::ptx::wgmma_commit_group();
       if (group + 1 < kCount) hopper::ptx::wgmma_wait_group<kGroups - 1>();
@@ -230,9 +224,9 @@ class TransposedTile {
     xa::ptx::ldmatrix_x4(codes, StoredRows::moved(rows + keys_, 0, 2 * group));
   }
 
-  /// O^T += V^T P^T of a block, and releases the block. `codes` has its first values.
+  /// O^T = V^T P^T (+ O^T with `has_output`) of a block, and releases the block. `codes` has its first values.
   template <bool kIsE5m2>
-  __device__ __forceinline__ void add_values(Codes& codes, uint32_t rows, uint32_t p, int32_t number) {
+  __device__ __forceinline__ void add_values(Codes& codes, uint32_t rows, uint32_t p, int32_t number, bool has_output) {
     constexpr int kPerColumn = Shape::kKeys / 16 / kGroupSteps, kCount = kColumnTiles * kPerColumn;
     const uint32_t weights = descriptor_low(p);
     Fragments fragments[kGroups];
@@ -250,7 +244,8 @@ class TransposedTile {
 #pragma unroll
       for (int i = 0; i < kGroupSteps; ++i) {
         const int step = group % kPerColumn * kGroupSteps + i;
-        ptx::multiply<kDescriptorHigh>(output_[group / kPerColumn], values[i], weights + 2 * step);
+        ptx::multiply<kDescriptorHigh>(output_[group / kPerColumn], values[i], weights + 2 * step,
+                                       step > 0 || has_output);
       }
       hopper::ptx::wgmma_commit_group();
       if (group + 1 < kCount) hopper::ptx::wgmma_wait_group<kGroups - 1>();
@@ -369,7 +364,7 @@ class TransposedTile {
       factors()[row] = merge_weight(max, next, transform_.log2_unit());
       had_maximum = max != -INFINITY;
     }
-    // Without a maximum, output and sum are still 0.
+    // Without a maximum, output and sum are still 0, or not set.
     if (!ptx::barrier_or(barrier_id(), 128 * Shape::kSharers, had_maximum)) return;
 #pragma unroll
     for (int j = 0; j < kRowTiles; ++j) {
@@ -387,6 +382,14 @@ class TransposedTile {
     }
   }
 
+  /// The output of no block.
+  __device__ __forceinline__ void clear_output() {
+#pragma unroll
+    for (float (&column)[kRowTiles][4] : output_) {
+#pragma unroll
+      for (float (&o)[4] : column) o[0] = o[1] = o[2] = o[3] = 0.0f;
+    }
+  }
   __device__ __forceinline__ void store_output() const {
     const int state = Shape::kDividesKeys ? group_ : 0, first = Shape::kDividesKeys ? 0 : group_ * Shape::kColumns;
 #pragma unroll
@@ -431,11 +434,11 @@ class TransposedTile {
   const WorkTile& work_;
   const LogitsTransform transform_;
   const int group_;
-  float* const state_;      // f32 [kSharerWarps + 2, kRows] of the warpgroups that share maxima
-  const uint32_t query_;    // of the descriptor of Q
-  uint32_t keys_, values_;  // of the lane's first row of ldmatrix in a block, for K and for V^T
-  float output_[kColumnTiles][kRowTiles][4];
-  float sum_[kRowTiles][2];  // of this lane's keys
+  float* const state_;                        // f32 [kSharerWarps + 2, kRows] of the warpgroups that share maxima
+  const uint32_t query_;                      // of the descriptor of Q
+  uint32_t keys_, values_;                    // of the lane's first row of ldmatrix in a block, for K and for V^T
+  float output_[kColumnTiles][kRowTiles][4];  // not set before the first block
+  float sum_[kRowTiles][2];                   // of this lane's keys
 };
 
 /// Computes a work tile.

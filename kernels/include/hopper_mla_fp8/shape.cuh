@@ -81,11 +81,11 @@ class Buffers {
     shared_ = shared + unaligned;
     address_ = address + unaligned;
   }
-  /// Called by one thread; __syncthreads must follow.
-  __device__ __forceinline__ void init() const {
-    for (int stage = 0; stage < Shape::kStages; ++stage) {
-      hopper::ptx::mbarrier_init(full(stage).address, Shape::kLoadThreads);
-      hopper::ptx::mbarrier_init(empty(stage).address, Shape::kSharerWarps);
+  /// Called by a warp, whose lanes initialise a barrier each; __syncthreads must follow.
+  __device__ __forceinline__ void init(int32_t lane) const {
+    if (lane < 2 * Shape::kStages) {
+      const uint32_t arrivals = lane < Shape::kStages ? Shape::kLoadThreads : Shape::kSharerWarps;
+      hopper::ptx::mbarrier_init(address_ + Shape::kBarriersOffset + 8 * lane, arrivals);
     }
     hopper::ptx::fence_mbarrier_init();
   }

@@ -3,6 +3,7 @@
 
 #include <cstdint>
 
+#include "mla/shape.cuh"
 #include "output_rows.cuh"
 #include "params/attention.cuh"
 #include "partial_rows.cuh"
@@ -16,17 +17,25 @@ namespace xa::mla {
 template <int kThreads, typename Writer, typename PartOf>
 __device__ __forceinline__ void store_rows(const AttentionParams& params, const WorkTile& work, int32_t partial_row,
                                            float log2_unit, int32_t thread, const PartOf& part_of) {
-  const Writer writer(params, work.tile, work.kv_head);
-  const PartialRows partial(params.partial, work.kv_head);
-  const int32_t row_vectors = params.value_dim / 4;  // float4
+  // A warp has whole rows: an item per four columns would take a division each.
+  const int32_t lane_column = thread % 32 * 4;
+  if (partial_row >= 0) {
+    const PartialRows partial(params.partial, work.kv_head);
 #pragma unroll 1
-  for (int32_t item = thread; item < work.tile.num_rows * row_vectors; item += kThreads) {
-    const int32_t row = item / row_vectors, column = (item - row * row_vectors) * 4;
-    const PartialState part = part_of(row, column);
-    if (partial_row >= 0) {
-      partial.store(partial_row + row, column, part);
-    } else {
-      writer.write(row, column, part, log2_unit);
+    for (int32_t row = thread / 32; row < work.tile.num_rows; row += kThreads / 32) {
+#pragma unroll
+      for (int32_t column = lane_column; column < kLatentValueDim; column += 128) {
+        if (column < params.value_dim) partial.store(partial_row + row, column, part_of(row, column));
+      }
+    }
+    return;
+  }
+  const Writer writer(params, work.tile, work.kv_head);
+#pragma unroll 1
+  for (int32_t row = thread / 32; row < work.tile.num_rows; row += kThreads / 32) {
+#pragma unroll 1
+    for (int32_t column = lane_column; column < params.value_dim; column += 128) {
+      writer.write(row, column, part_of(row, column), log2_unit);
     }
   }
 }
