@@ -1,6 +1,6 @@
-// Stores zeros to the gradient of a bias wherever no row attends to the key, before hopper_bwd, which stores the other
-// elements, among blocks of which it stores zeros once more. attention_bwd_dq clears rows that attend to some keys by
-// itself (dq_clears_dbias), so before it only the other rows are cleared.
+// Stores zeros to the gradient of a bias wherever no row attends to the key, before hopper_bwd or attention_bwd_dkdv,
+// which stores the other elements, among blocks of which it stores zeros once more. attention_bwd_dq clears rows that
+// attend to some keys by itself (dq_clears_dbias), so before it only the other rows are cleared.
 //
 // Launch: kDbiasThreads threads, a CTA per kDbiasRows rows, sequence and head of the bias.
 

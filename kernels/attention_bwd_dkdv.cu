@@ -17,6 +17,7 @@
 #include "bwd/ptx_extra.cuh"
 #include "bwd/row_bounds.cuh"
 #include "bwd/rows.cuh"
+#include "bwd/score_gradients.cuh"
 #include "bwd/sequence_segment.cuh"
 #include "bwd/shape.cuh"
 #include "bwd/shape_params.cuh"
@@ -114,6 +115,10 @@ class KeyGradients {
     const int32_t index = (first - segment_.columns.begin) / Shape::kBlock;
     return reinterpret_cast<QueryRowPlace*>(shared_ + Shape::kPlacesOffset) + index % 2 * Shape::kBlock;
   }
+  /// The elements at which the query rows of a stage begin in dS; kNoBias for those that have none.
+  __device__ __forceinline__ int64_t* ds_rows(int stage) const {
+    return reinterpret_cast<int64_t*>(shared_ + Shape::kDsRowsOffset) + stage * Shape::kBlock;
+  }
   /// How many rows of the block exist.
   __device__ __forceinline__ int32_t count() const {
     return min(params_.forward.capacity - segment_.first, Shape::kHeld);
@@ -168,6 +173,10 @@ class KeyGradients {
       if constexpr (Shape::kBiasRows > 0) {
         bias_rows(stage)[index_in_block] = bias_row_of(head, block.rows.query(index_in_block));
       }
+      if constexpr (Shape::kHasPlaces) {
+        ds_rows(stage)[index_in_block] = score_gradient_row(
+            all_params_, segment_.tile.sequence, head, block.rows.query(index_in_block), block.token(index_in_block));
+      }
       if constexpr (Shape::kHasRanges) {
         const Visibility visibility(params_.forward, segment_.tile);
         row_ranges(stage)[index_in_block] =
@@ -215,6 +224,7 @@ class KeyGradients {
       row = {-INFINITY, 0.0f, 0.0f, 0};
       if constexpr (Shape::kHasRanges) row_ranges(stage)[index_in_block] = {0, 0};
       if constexpr (Shape::kBiasRows > 0) bias_rows(stage)[index_in_block] = kNoBiasRow;
+      if constexpr (Shape::kHasPlaces) ds_rows(stage)[index_in_block] = kNoBias;
     }
   }
 
@@ -309,6 +319,32 @@ class KeyGradients {
     } else {
       accumulate<T, Columns>(dv_, RegisterOperand<T, kTiles, kBlocks>{p}, douts, first_chunk);
       accumulate<T, Columns>(dk_, RegisterOperand<T, kTiles, kBlocks>{ds}, rows, first_chunk);
+    }
+    if constexpr (Shape::kHasAlignedBias) {
+      if (all_params_.ds.data != nullptr) store_ds(ds, own_chunk, stage);
+    }
+  }
+
+  /// Stores dS of the warp's keys and of the query rows from `own_chunk` of a stage on.
+  __device__ __forceinline__ void store_ds(const Scores& ds, int32_t own_chunk, int stage) const {
+    const int32_t warp_row = row_warp() * Shape::kWarpRows;
+    const int64_t* const rows = ds_rows(stage) + own_chunk;
+    const int32_t column = segment_.first_key + warp_row + column_of_key_0(all_params_.ds, segment_.tile.start_k);
+    if constexpr (Shape::kExchanges) {
+      // Where the warps that share the keys have it too.
+      uint8_t* const from = shared_ + Shape::kExchangeOffset + Shape::kExchangeMatrix +
+                            warp_row * Shape::kExchangePitch + own_chunk * sizeof(T);
+      store_score_gradients<Shape::kExchangePitch, false, T>(all_params_.ds, ptx::shared_address(from), column, rows);
+    } else {
+      // In place of the bias of these pairs, which the warp has read.
+      static_assert(Shape::kChunk == Shape::kWarpRows);
+      constexpr int kPitch = Shape::template kStagedPitch<T>;
+      uint8_t* const staged = shared_ + Shape::kBiasOffset + stage * AlignedBiasStage<Shape, T>::kBytes +
+                              own_chunk * kPitch + warp_row * sizeof(T);
+      __syncwarp();
+      stage_score_gradients<T, kPitch>(staged, ds);
+      __syncwarp();
+      store_score_gradients<kPitch, true, T>(all_params_.ds, ptx::shared_address(staged), column, rows);
     }
   }
 

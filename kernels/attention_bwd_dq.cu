@@ -18,6 +18,7 @@
 #include "bwd/ptx_extra.cuh"
 #include "bwd/row_bounds.cuh"
 #include "bwd/rows.cuh"
+#include "bwd/score_gradients.cuh"
 #include "bwd/sequence_segment.cuh"
 #include "bwd/shape.cuh"
 #include "bwd/shape_params.cuh"
@@ -58,11 +59,14 @@ class QueryGradients {
       }
     }
     __syncthreads();
-    fetch_queries<T, Shape, Shape::kHeld>(params_, held(), count(), base_, base_ + Shape::kHeldBytes);
-    store_row_stats();
+    if (computes_some_sequence()) {
+      fetch_queries<T, Shape, Shape::kHeld>(params_, held(), count(), base_, base_ + Shape::kHeldBytes);
+      store_row_stats();
+    }
     for_segments<Shape::kThreads, HeldQueries<Shape::kHeld>>(
         forward, segment_, [&] { return count(); },
         [&] {
+          if (!computes(segment_.tile)) return;
           clear(dq_);
           stream();
           store_gradient();
@@ -74,6 +78,31 @@ class QueryGradients {
   }
 
  private:
+  /// Whether this kernel computes dQ of a sequence, not attention_bwd_dq_from_ds.
+  __device__ __forceinline__ bool computes(const QoTile& sequence) const {
+    if constexpr (Shape::kHasAlignedBias) {
+      return !has_all_score_gradients(all_params_, sequence);
+    } else {
+      return true;
+    }
+  }
+  /// Whether it does of any of the batch. Starts that do not ascend may make sequences seem longer than they are.
+  __device__ __forceinline__ bool computes_some_sequence() const {
+    if constexpr (Shape::kHasAlignedBias) {
+      if (all_params_.ds.data == nullptr) return true;
+      bool any = false;
+#pragma unroll 1
+      for (int32_t index = ptx::thread(); index < live_sequences(params_.forward); index += Shape::kThreads) {
+        Metadata<1> metadata;
+        metadata.load(params_.forward, index);
+        any |= computes(metadata.sequence(params_.forward, 0, index));
+      }
+      return __syncthreads_or(any) != 0;
+    } else {
+      return true;
+    }
+  }
+
   static __device__ __forceinline__ int32_t row_warp(int32_t thread = threadIdx.x) {
     return thread / 32 / Shape::kColumnWarps;
   }

@@ -365,16 +365,18 @@ pub unsafe extern "C" fn xa_workspace(
 }
 
 /// What a bias of q's type of `num_keys` keys per row (Sk) adds to that size in a call without a soft cap and ALiBi: `c[0] + c[1] * R`
-/// bytes for R rows of the bias, Sq for each of its sequences and heads. Both are 0 where no kernel copies the bias.
+/// bytes for R rows of the bias, Sq for each of its sequences and heads. Both are 0 where no kernel copies the bias or stores dS.
 ///
-/// `is_shared` is whether sequences or heads share it, `is_masked` whether the call has a causal mask or a window; the other
-/// parameters are those of [`xa_workspace`].
+/// `is_shared` is whether sequences or heads share it, `is_masked` whether the call has a causal mask or a window, and `gradient_rows`
+/// are the query rows (Tq) of a call that has the gradient of the bias, 0 of others; the other parameters are those of
+/// [`xa_workspace`].
 ///
 /// # Safety
 /// `c` has room for two numbers.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn xa_bias_workspace(
     op: i32,
+    num_q_heads: i64,
     head_dim: i64,
     value_dim: i64,
     dtype: i32,
@@ -382,12 +384,13 @@ pub unsafe extern "C" fn xa_bias_workspace(
     num_keys: i64,
     is_shared: bool,
     is_masked: bool,
+    gradient_rows: i64,
     c: *mut [i64; 2],
 ) {
     let coefficients = or_failure([0; 2], || {
-        let (num_q_heads, num_kv_heads, dtype) = (1, 1, DType(dtype));
+        let (num_kv_heads, dtype) = (1, DType(dtype));
         let sizes = AttentionSizes { num_q_heads, num_kv_heads, head_dim, value_dim, dtype, batch_invariant };
-        let bias = BiasSizes { keys: num_keys, is_shared, is_masked };
+        let bias = BiasSizes { keys: num_keys, is_shared, is_masked, gradient_rows };
         let size = Op::from_number(op).map(|op| sizes.bias_workspace(op, bias));
         size.map_or([0; 2], |size| [size.fixed, size.per_bias_row])
     });

@@ -151,9 +151,10 @@ def library() -> ctypes.CDLL:
     lib.xa_workspace.argtypes = [ctypes.c_int32, *sizes, ctypes.c_int32, ctypes.c_bool, coefficients]
     lib.xa_workspace.restype = None
     bias_coefficients = ctypes.POINTER(ctypes.c_int64 * 2)
-    sizes = [ctypes.c_int64] * 2
+    sizes = [ctypes.c_int64] * 3
+    options = [ctypes.c_int64, ctypes.c_bool, ctypes.c_bool, ctypes.c_int64]
     lib.xa_bias_workspace.argtypes = [
-        *(ctypes.c_int32, *sizes, ctypes.c_int32, ctypes.c_bool, ctypes.c_int64, ctypes.c_bool, ctypes.c_bool),
+        *(ctypes.c_int32, *sizes, ctypes.c_int32, ctypes.c_bool, *options),
         bias_coefficients,
     ]
     lib.xa_bias_workspace.restype = None
@@ -338,10 +339,11 @@ def check(
 
 
 class CopiedBias(NamedTuple):
-    """A bias that kernels may copy to the workspace of a call."""
+    """A bias that kernels may copy to the workspace of a call, or for whose gradient they may store dS there."""
 
     shape: tuple[Any, ...]  # [B or 1, Hq or 1, Sq, Sk], may be symbolic
     is_masked: bool  # whether the call has a causal mask or a window
+    has_gradient: bool = False  # whether the call has the gradient of the bias
 
 
 def workspace(
@@ -359,17 +361,20 @@ def workspace(
     """The workspace size of an attention call or its gradients, in bytes.
 
     `rows` of the query, `sequences` and the shape of the `bias` may be symbolic; `batch_invariant` is ignored for the
-    gradients. There is no room for a copy of a bias with a symbolic number of keys.
+    gradients. There is no room for a copy of a bias with a symbolic number of keys, nor for dS of a symbolic number of
+    rows.
     """
     static = (target, q_heads, kv_heads, head_dim, value_dim, dtype, batch_invariant)
     constant, per_row, per_sequence = _workspace_coefficients(*static)
     size = constant + per_row * rows + per_sequence * sequences
     if bias is not None and isinstance(bias.shape[3], int):
         is_shared = not (bias.shape[0] == sequences and bias.shape[1] == q_heads)
-        static = (target, head_dim, value_dim, dtype, batch_invariant)
-        fixed, per_bias_row = _bias_coefficients(*static, bias.shape[3], is_shared, bias.is_masked)
+        static = (target, q_heads, head_dim, value_dim, dtype, batch_invariant)
+        gradient_rows = rows if bias.has_gradient and isinstance(rows, int) else 0
+        fixed, per_bias_row = _bias_coefficients(*static, bias.shape[3], is_shared, bias.is_masked, gradient_rows)
+        size += fixed
         if per_bias_row > 0:
-            size += fixed + per_bias_row * (bias.shape[0] * bias.shape[1] * bias.shape[2])
+            size += per_bias_row * (bias.shape[0] * bias.shape[1] * bias.shape[2])
     return size
 
 
@@ -380,11 +385,12 @@ def copied_bias(
     alibi_slopes: Any,  # noqa: ANN401
     causal: bool,
     windows: tuple[int, int],
+    has_gradient: bool = False,
 ) -> CopiedBias | None:
     """What `workspace` needs to know of a call's bias; None without one, and if no kernel copies it."""
     if bias is None or bias.ndim != 4 or bias.dtype != query_dtype or softcap > 0 or alibi_slopes is not None:
         return None
-    return CopiedBias(tuple(bias.shape), bool(causal) or max(windows) >= 0)
+    return CopiedBias(tuple(bias.shape), bool(causal) or max(windows) >= 0, has_gradient)
 
 
 @functools.lru_cache(maxsize=1024)
@@ -406,6 +412,7 @@ def _workspace_coefficients(
 @functools.lru_cache(maxsize=1024)
 def _bias_coefficients(
     target: str,
+    q_heads: int,
     head_dim: int,
     value_dim: int,
     dtype: Any,  # noqa: ANN401
@@ -413,9 +420,11 @@ def _bias_coefficients(
     keys: int,
     is_shared: bool,
     is_masked: bool,
+    gradient_rows: int,
 ) -> tuple[int, int]:
     coefficients, lib = (ctypes.c_int64 * 2)(), library()
-    sizes = (head_dim, value_dim, _dtype_number(dtype), batch_invariant, keys, is_shared, is_masked)
+    options = (is_shared, is_masked, gradient_rows)
+    sizes = (q_heads, head_dim, value_dim, _dtype_number(dtype), batch_invariant, keys, *options)
     lib.xa_bias_workspace(lib.xa_op(target.encode()), *sizes, ctypes.byref(coefficients))
     return tuple(coefficients)
 

@@ -85,6 +85,11 @@ impl PaddedBias {
         is_copied.then_some(Self { bias: padded, original: Some(*bias) })
     }
 
+    /// Bytes of the bias, or of its copy.
+    pub(super) fn bytes(&self) -> usize {
+        self.bias.all_rows().saturating_mul(self.bias.keys).saturating_mul(self.bias.dtype.size())
+    }
+
     /// Whether it is a copy.
     pub(super) fn is_copied(&self) -> bool {
         self.original.is_some()

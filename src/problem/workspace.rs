@@ -49,7 +49,25 @@ pub struct BiasWorkspaceSize {
     pub per_bias_row: i64,
 }
 
-/// What of a bias of q's type decides whether a kernel copies it.
+/// The most bytes of the workspace that dS of a call takes, beyond which kernels compute it once more. It is 4 x 16 x 2048 x 2048 pairs
+/// in 16 bits; a GPU of 8 GB can spare no more. Kernels on Hopper do not use it, but programs are traced without a GPU.
+const MAX_SCORE_GRADIENT_BYTES: usize = (512 << 20) + (16 << 20);
+
+/// Whether the gradient of each pair's own bias, if that is copied, is computed from stored dS: at 64 columns and less the kernel for dQ
+/// stores it in the place of the copy in less time.
+pub(crate) fn sums_copied_gradient(columns: i64) -> bool {
+    columns > 64
+}
+
+/// Bytes of dS of `rows` query rows and `keys` keys of a bias, in 16 bits, in the workspace: per row and head those of the next
+/// multiple of 8 keys, and 8 more. `None` past the limit.
+pub(crate) fn score_gradient_bytes(heads: usize, rows: usize, keys: usize) -> Option<usize> {
+    let columns = keys.checked_next_multiple_of(8)?.checked_add(8)?;
+    let bytes = heads.checked_mul(rows)?.checked_mul(columns)?.checked_mul(2)?;
+    (bytes <= MAX_SCORE_GRADIENT_BYTES).then_some(bytes)
+}
+
+/// What of a bias of q's type decides whether a kernel copies it, or stores dS.
 #[derive(Clone, Copy, Debug)]
 pub struct BiasSizes {
     /// Keys per row, Sk.
@@ -58,6 +76,8 @@ pub struct BiasSizes {
     pub is_shared: bool,
     /// Whether the call has a causal mask or a window.
     pub is_masked: bool,
+    /// Query rows of a call that has the gradient of the bias, Tq; 0 of others, and if it is not known.
+    pub gradient_rows: i64,
 }
 
 /// Whether a forward call with up to `columns` columns per head copies a bias for the kernel that loads it. A copy of each pair's own
@@ -108,7 +128,8 @@ impl AttentionSizes {
 
     /// What a bias of q's type adds to the size for a call of `op` without a soft cap and `ALiBi`. Kernels on Hopper, and those for
     /// gradients on every GPU, load it in rows of a multiple of 16 bytes; a bias of other rows is copied to such rows in the
-    /// workspace, if that is worth it.
+    /// workspace, if that is worth it. Where sequences or heads share it, or past 64 columns if it is copied, the kernels for its gradient
+    /// on other GPUs than Hopper sum dS of all pairs from the workspace, up to half a GiB.
     ///
     /// ```
     /// use xla_attention::ops::workspace::{AttentionSizes, BiasSizes};
@@ -117,7 +138,7 @@ impl AttentionSizes {
     /// let (num_q_heads, num_kv_heads, head_dim, value_dim) = (12, 12, 64, 64);
     /// let dtype = DType::BF16;
     /// let sizes = AttentionSizes { num_q_heads, num_kv_heads, head_dim, value_dim, dtype, batch_invariant: false };
-    /// let bias = BiasSizes { keys: 197, is_shared: true, is_masked: false };
+    /// let bias = BiasSizes { keys: 197, is_shared: true, is_masked: false, gradient_rows: 0 };
     /// assert_eq!(sizes.bias_workspace(Op::FlashAttnVarlen, bias).per_bias_row, 400);
     /// assert_eq!(sizes.bias_workspace(Op::FlashAttnVarlen, BiasSizes { keys: 200, ..bias }).per_bias_row, 0);
     /// ```
@@ -127,18 +148,29 @@ impl AttentionSizes {
         const CHUNK: i64 = 8;
         /// What the alignment of the copy, and the tile counter before it, take at most.
         const FIXED: i64 = 256;
-        let BiasSizes { keys, is_shared, is_masked } = bias;
+        let BiasSizes { keys, is_shared, is_masked, gradient_rows } = bias;
         let columns = self.head_dim.max(self.value_dim);
         let max_columns = match op {
             Op::FlashAttnVarlen if !self.batch_invariant && forward_copies_bias(columns, is_shared, is_masked) => 256,
             Op::FlashAttnVarlenBwd => 128,
             _ => 0,
         };
-        if self.dtype.size() != 2 || !(1..=max_columns).contains(&columns) || keys < 1 || keys % CHUNK == 0 {
+        if self.dtype.size() != 2 || !(1..=max_columns).contains(&columns) || keys < 1 {
             return BiasWorkspaceSize { fixed: 0, per_bias_row: 0 };
         }
-        let chunks = keys / CHUNK + 1;
-        BiasWorkspaceSize { fixed: FIXED, per_bias_row: chunks.saturating_mul(CHUNK * self.dtype.size() as i64) }
+        let is_copied = keys % CHUNK != 0;
+        let is_summed = op == Op::FlashAttnVarlenBwd && (is_shared || (is_copied && sums_copied_gradient(columns)));
+        let score_gradients = if is_summed && gradient_rows > 0 {
+            let sizes = [self.num_q_heads, gradient_rows, keys].map(|size| size.max(0) as usize);
+            score_gradient_bytes(sizes[0], sizes[1], sizes[2]).map_or(0, |bytes| FIXED + bytes as i64)
+        } else {
+            0
+        };
+        if !is_copied {
+            return BiasWorkspaceSize { fixed: score_gradients, per_bias_row: 0 };
+        }
+        let per_bias_row = (keys / CHUNK + 1).saturating_mul(CHUNK * self.dtype.size() as i64);
+        BiasWorkspaceSize { fixed: FIXED + score_gradients, per_bias_row }
     }
 
     /// The size with which attention runs as fast as it can; 0 for sizes that no call can have.

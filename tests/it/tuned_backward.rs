@@ -140,6 +140,22 @@ fn biases_of_portable_kernels_agree_with_the_reference() {
     }
 }
 
+/// The same by the portable kernels with room for dS of all pairs, which dK and dV store for dQ and the gradient of the bias: Hopper's
+/// do not take few queries per slot in groups of four heads.
+#[test]
+fn biases_with_stored_ds_agree_with_the_reference() {
+    for seed in 0..15 {
+        let spec = BatchSpec {
+            heads: [(4, 1), (8, 2), (8, 1)][seed % 3],
+            lengths: vec![(70, 130), (1, [136, 141][seed % 2]), (33, 65), (40, 3), (0, 9), (2, 131)],
+            ..biased(seed)
+        };
+        let layout = MemoryLayout { rows_around: (3, 5), spare_seqs: 16, seed: seed as u64, ..large_workspace() };
+        let mut case = GradientCase::store(&spec.batch(), &layout, GradientOptions::ALL);
+        assert_named_matches_reference(&format!("{seed}: {spec:?}"), &mut case);
+    }
+}
+
 /// More sequences than the kernels for the gradient of a shared bias describe at a time.
 #[test]
 fn a_bias_of_many_sequences_agrees_with_the_reference() {
@@ -349,6 +365,14 @@ mod on_their_own_gpu {
             }
         };
         for (head_dim, keys) in [(64, 304), (128, 301)] {
+            let few = BatchSpec { heads: (8, 1), head_dim, lengths: vec![(40, keys); 1], ..base.clone() };
+            let shared = BatchSpec { bias: Some(BiasForm::SHARED), ..few };
+            let layout = MemoryLayout { spare_seqs: 16, ..large_workspace() };
+            let forward = AttentionCase::flash(&shared.batch(), &layout);
+            let case = GradientCase::of_any_results(forward, GradientOptions::ALL);
+            case.invocation().run_on_gpu(&gpu, BufferPadding::Redzones, 0).unwrap();
+            assert_logged(log, &format!("attention_bwd_dq_from_ds_bf16_{head_dim} with"));
+            assert_logged(log, "attention_bwd_dbias_sum_bf16 with");
             let odd = BatchSpec { head_dim, lengths: vec![(200, keys), (30, 40)], ..base.clone() };
             let of_shape = format!("attention_bwd_dq_bf16_{head_dim}_bias_aligned_none with");
             let summing = format!("attention_bwd_dbias_aligned_bf16_{head_dim} with");

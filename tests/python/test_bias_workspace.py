@@ -13,6 +13,7 @@ from xla_attention.torch import _flash_attn_varlen, _flash_attn_varlen_bwd
 
 HEADS, LENGTH, HEAD_DIM = 12, 197, 128
 COPY = 256 + 2 * 2 * HEADS * LENGTH * 200  # of [2, HEADS, LENGTH, LENGTH] in 16 bits
+DS = 256 + 2 * 2 * HEADS * LENGTH * 208  # of as many pairs
 
 
 def workspaces(bias_shape, bias_dtype=jnp.bfloat16, **options):
@@ -31,10 +32,25 @@ def workspaces(bias_shape, bias_dtype=jnp.bfloat16, **options):
 def test_jax_has_room_for_the_copy_of_a_bias_in_rows_of_any_length():
     plain = workspaces((2, HEADS, LENGTH, LENGTH), jnp.float32)
     own, shared = workspaces((2, HEADS, LENGTH, LENGTH)), workspaces((1, HEADS, LENGTH, LENGTH))
-    assert {kind: own[kind] - plain[kind] for kind in own} == {"": COPY, "_bwd": COPY}
-    assert {kind: shared[kind] - plain[kind] for kind in own} == {"": (COPY + 256) // 2, "_bwd": (COPY + 256) // 2}
+    assert {kind: own[kind] - plain[kind] for kind in own} == {"": COPY, "_bwd": COPY + DS}
+    half = (COPY + 256) // 2
+    assert {kind: shared[kind] - plain[kind] for kind in own} == {"": half, "_bwd": half + DS}
     causal = workspaces((2, HEADS, LENGTH, LENGTH), is_causal=True)
-    assert {kind: causal[kind] - plain[kind] for kind in own} == {"": 0, "_bwd": COPY}
+    assert {kind: causal[kind] - plain[kind] for kind in own} == {"": 0, "_bwd": COPY + DS}
+
+
+def test_there_is_room_for_ds_of_a_gradient_up_to_a_limit():
+    def size(rows, shape, has_gradient=True):
+        static = ("xla_gpu_flash_attn_varlen_bwd", HEADS, HEADS, HEAD_DIM, HEAD_DIM, 16, False)
+        bias = _library.CopiedBias(shape, False, has_gradient)
+        return _library.workspace(*static, rows, 4, bias) - _library.workspace(*static, rows, 4)
+
+    assert size(4096, (1, HEADS, 1024, 1024)) == 256 + 2 * HEADS * 4096 * 1032
+    assert size(4096, (4, HEADS, 1024, 1024)) == 0  # the gradient itself is dS
+    assert size(4096, (1, HEADS, 1024, 1024), has_gradient=False) == 0
+    assert size(4 * 4096, (1, HEADS, 4096, 4096)) == 0
+    (rows,) = jax.export.symbolic_shape("r")
+    assert size(rows, (1, HEADS, 1024, 1024)) == 0
 
 
 @pytest.mark.parametrize(("softcap", "room"), [(0.0, COPY), (2.0, 0)])

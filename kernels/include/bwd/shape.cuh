@@ -11,7 +11,8 @@
 //     rows held (2 operands) | kStages blocks of streamed rows (2 operands) | exchanged P, dS | QueryRowStats |
 //     dK/dV: ColumnRange of each key; with bounds of keys (shape_key_ranges), RowRange of each query row |
 //     with a bias (shape_bias): the index of each query row in it, or kHasPlaces: QueryRowPlace of each query row of
-//     two blocks | SequenceSegment | kStagesBias: the bias of each block (staged_bias.cuh)
+//     two blocks, and the element of each query row in dS | SequenceSegment |
+//     kStagesBias: the bias of each block (staged_bias.cuh)
 #pragma once
 
 #include <cstdint>
@@ -85,7 +86,10 @@ struct BackwardShape : tiles::AttentionBwd<Gradient, Shape, sizeof(T), kHeadDim_
   static constexpr int kPlacesOffset =
       (kBiasRowsOffset + kBiasRows * static_cast<int>(sizeof(BiasRowIndex)) + 7) / 8 * 8;
   static constexpr int kPlaces = kHasPlaces ? 2 * Config::kBlock : 0;
-  static constexpr int kSegmentOffset = kPlacesOffset + kPlaces * static_cast<int>(sizeof(QueryRowPlace));
+  /// The elements at which the query rows of each stage begin in dS.
+  static constexpr int kDsRowsOffset = kPlacesOffset + kPlaces * static_cast<int>(sizeof(QueryRowPlace));
+  static constexpr int kDsRows = kHasPlaces ? kQueryRows : 0;
+  static constexpr int kSegmentOffset = kDsRowsOffset + kDsRows * static_cast<int>(sizeof(int64_t));
 
   /// The query rows and keys of a stage of the bias, and the bytes of a row of elements E.
   static constexpr int kStagedRows = kHoldsKeys ? Config::kBlock : kHeld;

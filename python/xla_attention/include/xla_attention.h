@@ -204,14 +204,16 @@ void xa_workspace(int32_t op,
                   int64_t (*c)[3]);
 
 // What a bias of q's type of `num_keys` keys per row (Sk) adds to that size in a call without a soft cap and ALiBi: `c[0] + c[1] * R`
-// bytes for R rows of the bias, Sq for each of its sequences and heads. Both are 0 where no kernel copies the bias.
+// bytes for R rows of the bias, Sq for each of its sequences and heads. Both are 0 where no kernel copies the bias or stores dS.
 //
-// `is_shared` is whether sequences or heads share it, `is_masked` whether the call has a causal mask or a window; the other
-// parameters are those of `xa_workspace`.
+// `is_shared` is whether sequences or heads share it, `is_masked` whether the call has a causal mask or a window, and `gradient_rows`
+// are the query rows (Tq) of a call that has the gradient of the bias, 0 of others; the other parameters are those of
+// `xa_workspace`.
 //
 // # Safety
 // `c` has room for two numbers.
 void xa_bias_workspace(int32_t op,
+                       int64_t num_q_heads,
                        int64_t head_dim,
                        int64_t value_dim,
                        int32_t dtype,
@@ -219,6 +221,7 @@ void xa_bias_workspace(int32_t op,
                        int64_t num_keys,
                        bool is_shared,
                        bool is_masked,
+                       int64_t gradient_rows,
                        int64_t (*c)[2]);
 
 // The contents of this build as JSON: `version`, `xla_ffi` (the version of `xa_targets`), `handler_sets` (all versions,

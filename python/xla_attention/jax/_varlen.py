@@ -50,7 +50,8 @@ def packed(operands: Operands) -> Operands:
 
 def _copied_bias(options: Options, operands: Operands) -> _library.CopiedBias | None:
     mask = options.causal, (options.window_left, options.window_right)
-    return _library.copied_bias(operands.bias, operands.q.dtype, options.softcap, operands.alibi_slopes, *mask)
+    static = options.softcap, operands.alibi_slopes, *mask, options.bias_gradient
+    return _library.copied_bias(operands.bias, operands.q.dtype, *static)
 
 
 def _forward_ffi_call(options: Options, operands: Operands) -> tuple[Array, Array]:

@@ -139,7 +139,7 @@ def _lower(
     if q.dim() == k.dim() == v.dim() == 3 and cu_seqlens_q.dim() == 1:
         rows = (q.shape[0], cu_seqlens_q.shape[0] - 1)
         mask = is_causal, (window_left, window_right)
-        copied = copied_bias(bias, q.dtype, softcap, alibi_slopes, *mask)
+        copied = copied_bias(bias, q.dtype, softcap, alibi_slopes, *mask, bias_gradient)
         workspace = Workspace(q.shape[1], k.shape[1], q.shape[2], v.shape[2], q.dtype, False, *rows, copied)
     return Call(
         _OPERATOR.target,

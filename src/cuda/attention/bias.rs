@@ -168,7 +168,7 @@ mod tests {
         };
         let [copied, portable] = [vec!["copy_bias_rows", "hopper_bias_bf16_128"], vec!["attention_bias_bf16_128"]];
         let size = |keys: usize, is_shared, is_masked| {
-            let bias = BiasSizes { keys: keys as i64, is_shared, is_masked };
+            let bias = BiasSizes { keys: keys as i64, is_shared, is_masked, gradient_rows: 0 };
             SIZES.bias_workspace(Op::FlashAttnVarlen, bias)
         };
         for (start, keys) in [0x1000, 0x1001, 0x107f].into_iter().flat_map(|start| [(start, 77), (start, 84)]) {
@@ -200,7 +200,7 @@ mod tests {
                 "{dim} {window_right} {seqs}"
             );
             let sizes = AttentionSizes { head_dim: dim as i64, value_dim: dim as i64, ..SIZES };
-            let bias = BiasSizes { keys: 77, is_shared: seqs == 1, is_masked: window_right >= 0 };
+            let bias = BiasSizes { keys: 77, is_shared: seqs == 1, is_masked: window_right >= 0, gradient_rows: 0 };
             assert_eq!(is_copied, sizes.bias_workspace(Op::FlashAttnVarlen, bias).per_bias_row > 0);
         }
     }

@@ -1,8 +1,10 @@
 //! The gradient of a bias, and the parameter of the kernels that know of the bias.
 //!
-//! Where each pair of a row and a key has a bias of its own, the kernel that computes dQ stores what it computes anyway. Where
-//! sequences or heads share a bias, and after a soft cap, whose derivative is not in this gradient, a separate kernel sums it.
+//! Where each pair of a row and a key has a bias of its own, a kernel for the other gradients stores what it computes anyway. Where
+//! sequences or heads share a bias, and after a soft cap, whose derivative is not in this gradient, a separate kernel sums it, from
+//! stored dS where that has a place ([`super::score_gradients`]).
 
+use super::sum_grid::SumGrid;
 use super::{Launch, Parameter};
 use crate::cuda::attention::params::check_dense;
 use crate::cuda::attention::tiles::transforms_logits;
@@ -13,8 +15,8 @@ use crate::cuda::params::attention::AttentionParams;
 use crate::cuda::params::attention_bwd::BackwardParams;
 use crate::cuda::params::bias::{
     ALIGNED_DBIAS_KEYS, ALIGNED_DBIAS_OTHER_BYTES, ALIGNED_DBIAS_ROWS, ALIGNED_DBIAS_STAGE_BYTES,
-    ALIGNED_DBIAS_THREADS, BiasBackwardParams, BiasSource, DBIAS_KEYS, DBIAS_ROWS, DBIAS_SHARED_BYTES, DBIAS_THREADS,
-    DELTA_ROWS, DELTA_THREADS,
+    ALIGNED_DBIAS_THREADS, BiasBackwardParams, BiasSource, DBIAS_KEYS, DBIAS_ROWS, DBIAS_SHARED_BYTES,
+    DBIAS_SUM_THREADS, DBIAS_THREADS, DELTA_ROWS, DELTA_THREADS, ScoreGradients,
 };
 use crate::cuda::variants;
 use crate::error::{Error, Result};
@@ -25,6 +27,7 @@ use std::ptr::null_mut;
 
 const KERNEL: &str = "attention_bwd_dbias";
 const ALIGNED_KERNEL: &str = "attention_bwd_dbias_aligned";
+const SUM_KERNEL: &str = "attention_bwd_dbias_sum";
 const CLEAR_KERNEL: &str = "attention_bwd_dbias_clear";
 const DELTA_KERNEL: &str = "attention_bwd_delta";
 const MAX_TILES_PER_CTA: usize = 16;
@@ -35,17 +38,24 @@ const ALIGNED_HEAD_DIMS: [(usize, &str); 2] = [(64, "64"), (128, "128")];
 /// Alignment of a copied bias in the workspace: a cache line.
 const COPY_ALIGNMENT: usize = 128;
 
-/// The parameter of a call with this bias.
+/// The parameter of a call with this bias, whose kernel for dK and dV stores `ds`, if that has a place.
 pub(super) fn params(
     problem: &FlashAttnVarlenBwd,
     bias: &Bias,
     backward: &BackwardParams,
+    ds: ScoreGradients,
     device: &Device,
 ) -> Result<BiasBackwardParams> {
     let q_bytes = problem.forward.q.dtype.size();
     if let Some(dbias) = &problem.dbias {
         check_dense("dbias", dbias.data, dbias.dtype.size())?;
     }
+    let sum_grid = SumGrid::of(&problem.forward, bias, device);
+    let tiles_per_cta = if ds.are_stored() {
+        sum_grid.tiles_per_cta
+    } else {
+        SummingKernel::of(problem, bias, backward).tiles_per_cta(&problem.forward, bias, device)
+    };
     Ok(BiasBackwardParams {
         backward: *backward,
         bias: BiasSource::new(bias, q_bytes)?,
@@ -53,11 +63,14 @@ pub(super) fn params(
         seqs: bias.seqs as i32,
         heads: bias.heads as i32,
         dbias_is_f32: i32::from(problem.dbias.is_some_and(|dbias| dbias.dtype == DType::F32)),
-        dq_stores_dbias: i32::from(problem.dbias.is_some() && main_kernel_stores_it(&problem.forward, bias)),
-        tiles_per_cta: SummingKernel::of(problem, bias, backward).tiles_per_cta(&problem.forward, bias, device) as i32,
-        dq_clears_dbias: 1,
+        dq_stores_dbias: i32::from(stored_dbias(problem).is_some() && !ds.are_stored()),
+        tiles_per_cta: tiles_per_cta as i32,
+        dq_clears_dbias: i32::from(!ds.are_stored()),
         dbias_keys: bias.keys as i32,
         dbias_stages: aligned_stages(device),
+        dbias_warps_per_row: sum_grid.warps_per_row as i32,
+        reserved: 0,
+        ds,
     })
 }
 
@@ -82,7 +95,7 @@ pub(super) fn is_aligned(problem: &FlashAttnVarlenBwd, bias: &Bias) -> bool {
 }
 
 /// The value of the axis `head_dim` of the kernels for aligned rows of a bias, if they are built for calls such as this one.
-fn aligned_head_dim(forward: &Attention) -> Option<&'static str> {
+pub(super) fn aligned_head_dim(forward: &Attention) -> Option<&'static str> {
     let dim = forward.head_dim.max(forward.value_dim);
     let is_built = forward.q.dtype.size() == 2 && !transforms_logits(forward);
     ALIGNED_HEAD_DIMS.iter().find(|(bucket, _)| is_built && *bucket >= dim).map(|(_, value)| *value)
@@ -91,27 +104,35 @@ fn aligned_head_dim(forward: &Attention) -> Option<&'static str> {
 /// The call's bias in the workspace, from `delta` of all rows on, in rows that begin with chunks. `None` if its rows do, if no kernel
 /// needs that, or without room.
 pub(super) fn copied(problem: &FlashAttnVarlenBwd, delta: *mut f32) -> Option<PaddedBias> {
-    let (forward, workspace) = (&problem.forward, problem.workspace.as_ref()?);
+    let forward = &problem.forward;
     let (bias, dtype) = (forward.score.bias.as_ref()?, forward.q.dtype);
-    aligned_head_dim(forward).filter(|_| !delta.is_null() && !is_aligned(problem, bias))?;
-    let end_of_delta = delta.wrapping_add(forward.num_q_heads * forward.num_rows).cast::<u8>();
-    let place = end_of_delta.wrapping_add(end_of_delta.align_offset(COPY_ALIGNMENT));
-    let used = (place as usize).wrapping_sub(workspace.data as usize);
-    let available = workspace.dims.first().map_or(0, |bytes| *bytes as usize).checked_sub(used)?;
-    let has_room = available >= PaddedBias::copied_bytes(bias, dtype);
-    let padded = PaddedBias::new(bias, dtype, has_room.then_some(place))?;
+    aligned_head_dim(forward).filter(|_| !is_aligned(problem, bias))?;
+    let place = place_after_delta(problem, delta, None, PaddedBias::copied_bytes(bias, dtype));
+    let padded = PaddedBias::new(bias, dtype, place)?;
     let supports_gradient = stored_dbias(problem).is_none_or(|dbias| padded.supports_gradient(&dbias));
     (padded.is_copied() && supports_gradient).then_some(padded)
 }
 
-/// The call with the copy of its bias, in whose place the kernel for dQ stores the gradient, if it does.
+/// The place of `bytes` in the workspace after delta of all rows, if it has delta, and after the `copy` of a bias. `None` without room.
+pub(super) fn place_after_delta(
+    problem: &FlashAttnVarlenBwd,
+    delta: *mut f32,
+    copy: Option<&PaddedBias>,
+    bytes: usize,
+) -> Option<*mut u8> {
+    let (forward, workspace) = (&problem.forward, problem.workspace.as_ref().filter(|_| !delta.is_null())?);
+    let aligned = |end: *mut u8| end.wrapping_add(end.align_offset(COPY_ALIGNMENT));
+    let end_of_delta = aligned(delta.wrapping_add(forward.num_q_heads * forward.num_rows).cast());
+    let place = copy.map_or(end_of_delta, |copy| aligned(end_of_delta.wrapping_add(copy.bytes())));
+    let used = (place as usize).wrapping_sub(workspace.data as usize);
+    let available = workspace.dims.first().map_or(0, |bytes| *bytes as usize).checked_sub(used)?;
+    (available >= bytes).then_some(place)
+}
+
+/// The call with the copy of its bias.
 pub(super) fn with_copy<'p>(problem: &FlashAttnVarlenBwd<'p>, copy: &PaddedBias) -> FlashAttnVarlenBwd<'p> {
     let score = Score { bias: Some(copy.bias), ..problem.forward.score };
-    let dbias = match stored_dbias(problem) {
-        Some(dbias) => Some(Tensor { data: copy.gradient_place(&dbias), ..dbias }),
-        None => problem.dbias,
-    };
-    FlashAttnVarlenBwd { forward: Attention { score, ..problem.forward }, dbias, ..*problem }
+    FlashAttnVarlenBwd { forward: Attention { score, ..problem.forward }, ..*problem }
 }
 
 /// The launch that copies the gradient of a copied bias to the result, if the kernel for dQ has stored it.
@@ -191,21 +212,27 @@ fn wanted<'p>(problem: &'p FlashAttnVarlenBwd<'_>) -> Option<(&'p Bias, bool)> {
     Some((bias, main_kernel_stores_it(&problem.forward, bias)))
 }
 
-/// The launch before those of the other gradients, which clears dbias where the kernel for dQ does not store it, and the launch
-/// after them, which computes dbias from the delta that they have stored. A call has at most one of them.
+/// The launch before those of the other gradients, which clears dbias where no other kernel stores it, and the launch
+/// after them, which computes dbias from the delta, or `ds`, that they have stored. A call has at most one of them.
 pub(super) fn launches<'p>(
     problem: &FlashAttnVarlenBwd,
     device: &Device,
     backward: &BackwardParams,
+    ds: ScoreGradients,
     parameter: &Parameter<'p>,
 ) -> Result<[Option<Launch<'p>>; 2]> {
     let Some((bias, main_kernel_stores_it)) = wanted(problem) else { return Ok([None, None]) };
+    let dtype = variants::dtype_value(problem.forward.q.dtype);
+    if ds.are_summed() {
+        let (variant, grid) = (variants::find(SUM_KERNEL, &[dtype])?, SumGrid::of(&problem.forward, bias, device));
+        let resources = [DBIAS_SUM_THREADS as u32, 0];
+        return Ok([None, launch(SUM_KERNEL, variant, grid.ctas, resources, parameter.clone())?]);
+    }
     if main_kernel_stores_it {
         let variant = variants::find(CLEAR_KERNEL, &[])?;
         let ctas = SummingKernel::General.blocks_and_tiles(bias).0;
         return Ok([launch(CLEAR_KERNEL, variant, ctas, [DBIAS_THREADS as u32, 0], parameter.clone())?, None]);
     }
-    let dtype = variants::dtype_value(problem.forward.q.dtype);
     let kernel = SummingKernel::of(problem, bias, backward);
     let (blocks, tiles) = kernel.blocks_and_tiles(bias);
     let ctas = blocks.saturating_mul(tiles.div_ceil(kernel.tiles_per_cta(&problem.forward, bias, device)));

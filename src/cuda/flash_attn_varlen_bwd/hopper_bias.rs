@@ -7,7 +7,7 @@ use super::{Launch, Parameter, bias};
 use crate::cuda::device::Device;
 use crate::cuda::padded_bias::PaddedBias;
 use crate::cuda::params::attention_bwd::BackwardParams;
-use crate::cuda::params::bias::{BiasBackwardParams, BiasSource};
+use crate::cuda::params::bias::{BiasBackwardParams, BiasSource, ScoreGradients};
 use crate::cuda::params::hopper_bwd::{HopperBackwardParams, HopperBiasBackwardParams, HopperDbiasParams};
 use crate::cuda::tensor_map::TensorMap;
 use crate::cuda::tiles::{HOPPER_BWD_DBIAS, HopperBwdDbiasTile};
@@ -63,9 +63,10 @@ pub(super) fn launches<'p>(
     let params = BiasBackwardParams {
         dbias: loaded.gradient_place(&dbias).cast(),
         dq_clears_dbias: 0,
-        ..bias::params(problem, &loaded.bias, &backward, &device)?
+        ..bias::params(problem, &loaded.bias, &backward, ScoreGradients::NONE, &device)?
     };
-    let [clearing, _] = bias::launches(problem, &device, &backward, &Parameter::Bias(Rc::new(params)))?;
+    let parameter = Parameter::Bias(Rc::new(params));
+    let [clearing, _] = bias::launches(problem, &device, &backward, ScoreGradients::NONE, &parameter)?;
     before.extend(clearing);
     Ok([before, Vec::from_iter(loaded.gradient_launch(&dbias, Parameter::CopyRows)?)])
 }

@@ -12,6 +12,8 @@ mod hopper_bias;
 mod hopper_wide;
 mod key_ranges;
 mod portable;
+mod score_gradients;
+mod sum_grid;
 mod tensor_maps;
 
 use super::attention::params::check_rows;

@@ -2,12 +2,12 @@
 //!
 //! `attention_bwd_dq` comes first: it stores delta of each query row in the workspace for the others, if that has room.
 
-use super::{Launch, Parameter, bias, sinks};
+use super::{Launch, Parameter, bias, score_gradients, sinks};
 use crate::cuda::attention::tiles::transforms_logits;
 use crate::cuda::device::Device;
 use crate::cuda::enqueue::LaunchConfig;
 use crate::cuda::params::attention_bwd::BackwardParams;
-use crate::cuda::params::bias::BiasBackwardParams;
+use crate::cuda::params::bias::{BiasBackwardParams, ScoreGradients};
 use crate::cuda::params::key_ranges::{KeyRangeBackwardParams, KeyRangeSource};
 use crate::cuda::tiles::{ATTENTION_BWD, AttentionBwdTile};
 use crate::cuda::variants;
@@ -126,30 +126,41 @@ pub(super) fn launches<'p>(problem: &'p FlashAttnVarlenBwd, device: Device) -> R
     let delta = delta(problem);
     let copy = bias::copied(problem, delta);
     // The call as the kernels for its gradients see it.
-    let call = copy.map_or(*problem, |copy| bias::with_copy(problem, &copy));
+    let mut call = copy.map_or(*problem, |copy| bias::with_copy(problem, &copy));
+    let ds = ScoreGradients::of(&call, copy.as_ref(), delta);
+    // Without dS the kernel for dQ stores the gradient of a copied bias in the place of the copy.
+    let stored_copy = copy.filter(|_| !ds.are_stored()).zip(bias::stored_dbias(&call));
+    if let Some((copy, dbias)) = stored_copy {
+        call.dbias = Some(Tensor { data: copy.gradient_place(&dbias), ..dbias });
+    }
     let (forward, ranges) = (&call.forward, &call.forward.queries.key_ranges);
     let backward = BackwardParams::new(&call, &device, delta)?;
     let parameter = if let Some(of) = &forward.score.bias {
         let dbias_keys = problem.forward.score.bias.map_or(0, |original| original.keys as i32);
-        Parameter::Bias(Rc::new(BiasBackwardParams { dbias_keys, ..bias::params(&call, of, &backward, &device)? }))
+        Parameter::Bias(Rc::new(BiasBackwardParams { dbias_keys, ..bias::params(&call, of, &backward, ds, &device)? }))
     } else if ranges.is_none() {
         Parameter::Portable(Rc::new(backward))
     } else {
         Parameter::KeyRanges(Rc::new(KeyRangeBackwardParams { backward, ranges: KeyRangeSource::new(ranges) }))
     };
     let packed_rows = forward.num_rows * (forward.num_q_heads / forward.num_kv_heads);
-    let [clearing, summing] = bias::launches(&call, &device, &backward, &parameter)?;
+    let [clearing, summing] = bias::launches(&call, &device, &backward, ds, &parameter)?;
     let dq = gradient_launch(&call, &device, "dq", packed_rows, parameter.clone())?;
     let dkdv = gradient_launch(&call, &device, "dkdv", call.num_keys, parameter.clone())?;
-    let copying_back = copy.map(|copy| bias::gradient_launch(problem, &copy)).transpose()?.flatten();
+    let copying_back = stored_copy.map(|(copy, _)| bias::gradient_launch(problem, &copy)).transpose()?.flatten();
     let copying = copy.map(|copy| copy.copy_launch(Parameter::CopyRows)).transpose()?.flatten();
     // The kernel for dQ stores dbias in the place of the copy, which the one for dK and dV reads.
     let gradients = if copying_back.is_some() {
         [bias::delta_launch(forward, parameter.clone())?, dkdv, dq, copying_back]
     } else {
-        [dq, dkdv, summing, None]
+        let dq_from_ds = ds.are_stored().then(|| score_gradients::dq_launch(forward, parameter.clone()));
+        [dq, dkdv, dq_from_ds.transpose()?.flatten(), summing]
     };
-    let launches = [copying, clearing].into_iter().chain(gradients).chain([sinks(problem, parameter)?]);
+    // Where dQ is computed from dS, the kernel for dQ computes delta only if it has sequences with pairs past the bias.
+    let stores_delta = ds.are_stored() && !backward.delta.is_null();
+    let delta = stores_delta.then(|| bias::delta_launch(forward, parameter.clone())).transpose()?.flatten();
+    let before = [copying, clearing, delta];
+    let launches = before.into_iter().chain(gradients).chain([sinks(problem, parameter)?]);
     Ok(Some(launches.flatten().collect()))
 }
 
@@ -228,10 +239,11 @@ mod tests {
     #[test]
     fn a_bias_of_odd_rows_is_copied_and_a_shared_one_is_summed_by_the_kernel_for_aligned_rows() {
         const BYTES: i64 = 1 << 16;
+        const ALL: i64 = BYTES + 4 * 1000 * (24 + 8) * 2;
         let kernels = |bias: Bias, bytes: &'static [i64; 1], softcap| {
             let mut problem = gradients(128);
             problem.forward.score = Score { bias: Some(bias), softcap, ..problem.forward.score };
-            problem.dbias = Some(Tensor::dense(bias.dtype, null_mut(), &[]));
+            problem.dbias = Some(Tensor::dense(bias.dtype, std::ptr::without_provenance_mut(0x1000), &[]));
             problem.workspace = Some(Tensor::dense(DType::U8, std::ptr::without_provenance_mut(0x1001), bytes));
             let launches = launches(&problem, device(false)).expect("there are kernels").expect("they take all calls");
             launches.iter().map(|launch| launch.kernel).collect::<Vec<_>>()
@@ -239,11 +251,23 @@ mod tests {
         let own = Bias { data: std::ptr::null(), dtype: DType::BF16, seqs: 7, heads: 4, rows: 9, keys: 17 };
         let [aligned, shared] = [Bias { keys: 16, ..own }, Bias { seqs: 1, ..own }];
         let [copy, clear] = ["copy_bias_rows", "attention_bwd_dbias_clear"];
-        let [dq, dkdv, sums] = ["attention_bwd_dq", "attention_bwd_dkdv", "attention_bwd_dbias_aligned"];
-        assert_eq!(kernels(own, &[BYTES], 0.0), [copy, clear, "attention_bwd_delta", dkdv, dq, copy]);
-        assert_eq!(kernels(aligned, &[BYTES], 0.0), [clear, dq, dkdv]);
+        let [dq, dkdv, from_ds] = ["attention_bwd_dq", "attention_bwd_dkdv", "attention_bwd_dq_from_ds"];
+        let sums = "attention_bwd_dbias_aligned";
+        let delta = "attention_bwd_delta";
+        assert_eq!(kernels(own, &[BYTES], 0.0), [copy, clear, delta, dkdv, dq, copy]);
+        assert_eq!(kernels(aligned, &[BYTES], 0.0), [clear, delta, dq, dkdv, from_ds]);
         assert_eq!(kernels(shared, &[BYTES], 0.0), [copy, dq, dkdv, sums]);
         assert_eq!(kernels(Bias { keys: 24, ..shared }, &[BYTES], 0.0), [dq, dkdv, sums]);
+        // With room for dS, after that for the copy.
+        let sum = "attention_bwd_dbias_sum";
+        assert_eq!(kernels(own, &[ALL], 0.0), [copy, delta, dq, dkdv, from_ds, sum]);
+        assert_eq!(kernels(shared, &[ALL], 0.0), [copy, delta, dq, dkdv, from_ds, sum]);
+        assert_eq!(kernels(Bias { keys: 24, ..shared }, &[ALL], 0.0), [delta, dq, dkdv, from_ds, sum]);
+        assert_eq!(kernels(Bias { seqs: 7, heads: 1, ..shared }, &[ALL], 0.0), [copy, delta, dq, dkdv, from_ds, sum]);
+        // Past the limit of dS.
+        let wide = Bias { keys: 80_000, ..shared };
+        assert_eq!(kernels(wide, &[1 << 30], 0.0), [dq, dkdv, sums]);
+        assert_eq!(kernels(Bias { keys: 60_000, ..wide }, &[1 << 30], 0.0), [delta, dq, dkdv, from_ds, sum]);
         // Without room for the copy, or for delta, and where the other kernels are not built for it.
         let general = "attention_bwd_dbias";
         assert_eq!(kernels(own, &[16_003], 0.0), [clear, dq, dkdv]);

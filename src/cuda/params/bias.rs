@@ -17,6 +17,13 @@ pub const ALIGNED_DBIAS_THREADS: i32 = 256;
 pub const ALIGNED_DBIAS_STAGE_BYTES: i32 = 32_768;
 pub const ALIGNED_DBIAS_OTHER_BYTES: i32 = 35_716;
 
+/// Threads of `attention_bwd_dbias_sum`, and the keys of a tile: 16 per lane of a warp.
+pub const DBIAS_SUM_THREADS: i32 = 256;
+pub const DBIAS_SUM_KEYS: i32 = 512;
+
+/// The packed query rows that a CTA of `attention_bwd_dq_from_ds` has.
+pub const DQ_FROM_DS_ROWS: i32 = 128;
+
 /// Threads of `attention_bwd_delta`, and the query rows of a head that a CTA has.
 pub const DELTA_THREADS: i32 = 256;
 pub const DELTA_ROWS: i32 = 32;
@@ -44,6 +51,21 @@ pub struct BiasParams {
     pub bias: BiasSource,
 }
 
+/// dS of pairs of rows and keys in q's type, which `attention_bwd_dkdv_*_bias_aligned` stores for the kernels after it.
+///
+/// A row is one of the bias, with its key 0 in column 0; or one of each query head and token, `[Hq, Tq]`. Then column 0 is the last key
+/// row of K, a multiple of 8, that is not after the sequence's first one: the chunks of 16 bytes are those of 8 rows of K that a thread has.
+#[derive(Clone, Copy)]
+#[repr(C)]
+pub struct ScoreGradients {
+    /// Null where they are not stored.
+    pub data: *mut c_void,
+    /// Elements from row to row, a multiple of 8.
+    pub pitch: i32,
+    /// Whether there is a row of each query head and token.
+    pub has_token_rows: i32,
+}
+
 /// The parameter of `attention_bwd_*_bias`, of `attention_bwd_dbias` and `attention_bwd_dbias_aligned`, and of the kernels that read its beginning.
 #[derive(Clone, Copy)]
 #[repr(C)]
@@ -58,7 +80,7 @@ pub struct BiasBackwardParams {
     pub dbias_is_f32: i32,
     /// Whether `attention_bwd_dq_*_bias` stores dbias. Then each pair of a row and a key has a bias of its own.
     pub dq_stores_dbias: i32,
-    /// Adjacent tiles of keys that a CTA of these two kernels computes one after the other.
+    /// Adjacent tiles of keys that a CTA of the kernel for dbias computes one after the other.
     pub tiles_per_cta: i32,
     /// Whether the kernel for dQ also stores zeros to dbias where a row that attends to some keys does not attend to others.
     pub dq_clears_dbias: i32,
@@ -66,6 +88,10 @@ pub struct BiasBackwardParams {
     pub dbias_keys: i32,
     /// Stages of `attention_bwd_dbias_aligned`.
     pub dbias_stages: i32,
+    /// Warps of `attention_bwd_dbias_sum` that divide the sequences and heads of a row: a power of two.
+    pub dbias_warps_per_row: i32,
+    pub reserved: i32,
+    pub ds: ScoreGradients,
 }
 
 /// Threads of `copy_bias_rows`, and the rows of a CTA, one per warp.

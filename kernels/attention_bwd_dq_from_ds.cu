@@ -1,0 +1,215 @@
+// dQ of attention from dS that attention_bwd_dkdv has stored (ScoreGradients): dQ = dS K. A CTA holds a block of packed
+// query rows of one KV head, as in attention_bwd_dq, and streams dS of its rows and the rows of K that they attend to.
+// The design is explained in docs/dev/kernels/bias.md.
+//
+// Compiled once for each combination of
+//   XA_DTYPE     f16, bf16
+//   XA_HEAD_DIM  64, 128: the bucket; D up to it runs, padded with zeros in shared memory
+// Launch: kThreads threads, ceil(Tq * group / kDqFromDsRows) * Hkv CTAs, the table's dynamic shared memory.
+
+#include "bwd/gradient_type.cuh"
+#include "bwd/ptx_extra.cuh"
+#include "bwd/rows.cuh"
+#include "bwd/score_gradients.cuh"
+#include "bwd/sequence_segment.cuh"
+#include "bwd/shape.cuh"
+#include "element.cuh"
+#include "params/attention_bwd.cuh"
+#include "params/bias.cuh"
+#include "ptx.cuh"
+#include "shared_rows.cuh"
+#include "tiles/attention_bwd_dq_from_ds.cuh"
+#include "warp_products.cuh"
+
+namespace xa {
+
+/// Blocks of kKeys keys, of which all but one of kStages are under way. Shared memory: the stages, each dS and then K;
+/// ScoreGradientRow of each row; SequenceSegment.
+template <int kHeadDim_>
+struct DqFromDsShape : tiles::AttentionBwdDqFromDs<kHeadDim_> {
+  using Config = tiles::AttentionBwdDqFromDs<kHeadDim_>;
+  static constexpr int kHeadDim = kHeadDim_, kHeld = kDqFromDsRows, kKeys = 64;
+  /// A warp has 32 rows, and with others of the same rows every so many groups of columns.
+  static constexpr int kTiles = 2, kWarpRows = 16 * kTiles, kColumns = kHeadDim / Config::kColumnWarps;
+  static constexpr int kThreads = 32 * kHeld / kWarpRows * Config::kColumnWarps;
+  using DsRows = SwizzledRows<2 * kKeys>;
+  using KeyRows = SwizzledRows<2 * kHeadDim>;
+  using KeyColumns = ColumnGroups<KeyRows, Config::kColumnWarps>;
+  static constexpr int kDsBytes = kHeld * DsRows::kPitch, kStageBytes = kDsBytes + kKeys * KeyRows::kPitch;
+  static constexpr int kRowsOffset = Config::kStages * kStageBytes;
+  static constexpr int kSegmentOffset = kRowsOffset + kHeld * static_cast<int>(sizeof(ScoreGradientRow));
+  static_assert(Config::kSharedBytes == kSegmentOffset + sizeof(SequenceSegment),
+                "shared_bytes in variants.toml must be the bytes that the kernel uses");
+};
+
+/// Operand A of `accumulate`: the rows of a warp in a stage.
+template <typename Shape>
+struct StagedDs {
+  using Rows = typename Shape::DsRows;
+  static constexpr int kRows = Shape::kKeys;
+  uint32_t address;
+
+  /// `rows` is the shared address of the warp's first row.
+  __device__ __forceinline__ explicit StagedDs(uint32_t rows)
+      : address(rows + Rows::offset(threadIdx.x % 16, threadIdx.x % 32 / 16)) {}
+  __device__ __forceinline__ void get(uint32_t (&fragment)[4], int tile, int step) const {
+    ptx::ldmatrix_x4(fragment, Rows::moved(address, 16 * tile, 2 * step));
+  }
+};
+
+template <typename T, int kHeadDim>
+class QueryGradientsFromDs {
+  using Shape = DqFromDsShape<kHeadDim>;
+
+ public:
+  __device__ __forceinline__ QueryGradientsFromDs(const BiasBackwardParams& params, uint8_t* shared)
+      : all_params_(params),
+        params_(params.backward),
+        shared_(shared),
+        segment_(*reinterpret_cast<SequenceSegment*>(shared + Shape::kSegmentOffset)) {}
+
+  __device__ __forceinline__ void run() {
+    const AttentionParams& forward = params_.forward;
+    if (threadIdx.x == 0) {
+      // The last rows come first: under a causal mask they attend to the most keys.
+      const int32_t index = gridDim.x - 1 - blockIdx.x, tile = index / forward.num_kv_heads;
+      segment_.kv_head = index - tile * forward.num_kv_heads;
+      segment_.first = tile * Shape::kHeld;
+      segment_.clears_padding = 0;  // attention_bwd_dq has done it
+      segment_.maxima = kStartsAscend;
+    }
+    __syncthreads();
+    for_segments<Shape::kThreads, HeldQueries<Shape::kHeld>>(
+        forward, segment_, [] { return 0; },
+        [&] {
+          if (!has_all_score_gradients(all_params_, segment_.tile)) return;
+          describe_rows();
+          clear(dq_);
+          stream();
+          store_gradient();
+        },
+        [] {});
+  }
+
+ private:
+  static __device__ __forceinline__ int32_t warp_row() {
+    return ptx::thread() / 32 / Shape::kColumnWarps * Shape::kWarpRows;
+  }
+  static __device__ __forceinline__ int32_t column_warp() { return ptx::thread() / 32 % Shape::kColumnWarps; }
+  __device__ __forceinline__ ScoreGradientRow* rows() const {
+    return reinterpret_cast<ScoreGradientRow*>(shared_ + Shape::kRowsOffset);
+  }
+  __device__ __forceinline__ uint32_t stage_at(int32_t index) const {
+    return ptx::shared_address(shared_) + index % Shape::kStages * Shape::kStageBytes;
+  }
+  __device__ __forceinline__ QueryBlock held() const {
+    return QueryBlock(params_.forward, 0, segment_.first, segment_.kv_head);
+  }
+  __device__ __forceinline__ int32_t key_0() const { return column_of_key_0(all_params_.ds, segment_.tile.start_k); }
+
+  /// Finds the rows of the segment in dS; the others have none.
+  __device__ __forceinline__ void describe_rows() const {
+    for (int32_t row = ptx::thread(); row < Shape::kHeld; row += Shape::kThreads) {
+      ScoreGradientRow found = {0, 0, 0};
+      const int32_t position = HeldQueries<Shape::kHeld>::position(params_.forward, segment_, row);
+      if (position != kNoPosition) {
+        const Visibility visibility(params_.forward, segment_.tile);
+        const QueryBlock block = held();
+        const int32_t query = position - visibility.shift, token = block.token(row);
+        const int32_t head = block.head(row), sequence = segment_.tile.sequence;
+        const int64_t element = score_gradient_row(all_params_, sequence, head, query, token);
+        found = ScoreGradientRow::of(element, visibility.begin(query), visibility.end(query), key_0());
+      }
+      rows()[row] = found;
+    }
+    __syncthreads();
+  }
+
+  /// Starts the copies of block `index` of the keys from column `first` on: dS, zeros where a row attends to no key of
+  /// a chunk, and K, zeros where no row of the segment attends to the key.
+  __device__ __forceinline__ void fetch(int32_t first, int32_t index) const {
+    const int32_t column = first + index * Shape::kKeys, key = column - key_0();
+    if (key < segment_.columns.end) {
+      const uint32_t to = stage_at(index);
+      constexpr int kChunks = Shape::kKeys / 8, kStep = Shape::kThreads / kChunks;
+      const int32_t thread = ptx::thread(), chunk = thread % kChunks;
+      const T* const ds = static_cast<const T*>(all_params_.ds.data) + column + 8 * chunk;
+#pragma unroll
+      for (int32_t i = 0; i < Shape::kHeld; i += kStep) {
+        const int32_t row = i + thread / kChunks;
+        const ScoreGradientRow from = rows()[row];
+        const bool exists = from.attends(column + 8 * chunk);
+        ptx::cp_async_16(to + Shape::DsRows::offset(row, chunk), exists ? ds + from.element : all_params_.ds.data,
+                         exists);
+      }
+      fetch_key_rows(key, to + Shape::kDsBytes);
+    }
+    ptx::cp_async_commit();
+  }
+  __device__ __forceinline__ void fetch_key_rows(int32_t first_key, uint32_t to) const {
+    using Grid = ThreadGrid<T, kHeadDim, Shape::kThreads>;
+    const Grid grid;
+    const KvSource& source = params_.forward.k;
+    const T* const k = static_cast<const T*>(source.base) + segment_.kv_head * source.head_stride;
+    const ColumnRange keys = segment_.columns;
+#pragma unroll
+    for (int32_t i = 0; i < Shape::kKeys; i += Grid::kStep) {
+      const int32_t row = i + grid.row, key = first_key + row;
+      const bool exists = key >= keys.begin && key < keys.end;
+      const int64_t from = segment_.tile.start_k + (exists ? key : keys.begin);
+      fetch_row<Grid, typename Shape::KeyRows>(to, row, k + from * source.token_stride,
+                                               exists ? params_.forward.head_dim : 0);
+    }
+  }
+
+  /// Adds up dQ over the keys of the segment.
+  __device__ __forceinline__ void stream() {
+    const int32_t first = (segment_.columns.begin + key_0()) / 8 * 8;
+    const int32_t blocks = (segment_.columns.end + key_0() - first + Shape::kKeys - 1) / Shape::kKeys;
+    constexpr int kAhead = Shape::kStages - 1;
+    for (int32_t index = 0; index < kAhead; ++index) fetch(first, index);
+#pragma unroll 1
+    for (int32_t index = 0; index < blocks; ++index) {
+      ptx::cp_async_wait<kAhead - 1>();
+      __syncthreads();
+      fetch(first, index + kAhead);
+      const uint32_t stage = stage_at(index);
+      accumulate<T, typename Shape::KeyColumns>(dq_, StagedDs<Shape>(stage + warp_row() * Shape::DsRows::kPitch),
+                                                stage + Shape::kDsBytes, 2 * column_warp());
+    }
+  }
+
+  /// Stores the warp's rows of the segment.
+  __device__ __forceinline__ void store_gradient() const {
+    const int32_t begin = segment_.tile.first_row, end = begin + segment_.tile.num_rows;
+    const uint32_t dim = params_.forward.head_dim, num_heads = params_.forward.num_kv_heads * params_.forward.group;
+    const QueryBlock block = held();
+    with_gradient_type<T>(params_, params_.dq, [&](auto* dq) {
+      const auto row_at = [&](int32_t row) {
+        const uint32_t token = block.token(row), head = block.head(row);
+        return dq + (static_cast<uint64_t>(token) * num_heads + head) * dim;
+      };
+      write_rows<T, Shape::kColumnWarps>(dq_, params_.softmax_scale, warp_row(), begin, end, column_warp(), dim,
+                                         row_at);
+    });
+  }
+
+  const BiasBackwardParams& all_params_;
+  const BackwardParams& params_;
+  uint8_t* const shared_;
+  SequenceSegment& segment_;
+  float dq_[Shape::kTiles][Shape::kColumns / 8][4];
+};
+
+}  // namespace xa
+
+namespace {
+using T = xa::XA_PASTE(dtype_, XA_DTYPE);
+using Shape = xa::DqFromDsShape<XA_HEAD_DIM>;
+}  // namespace
+
+extern "C" __global__ void __launch_bounds__(Shape::kThreads, Shape::kCtasPerSm)
+    XA_ENTRY(const __grid_constant__ xa::BiasBackwardParams params) {
+  extern __shared__ __align__(128) uint8_t shared[];
+  xa::QueryGradientsFromDs<T, XA_HEAD_DIM>(params, shared).run();
+}

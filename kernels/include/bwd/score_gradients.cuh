@@ -1,0 +1,101 @@
+// dS in global memory (ScoreGradients), where attention_bwd_dkdv stores it and the kernels after it read it: chunks of
+// 8 keys, of which a thread stores all elements, zeros where a mask hides the pair. A chunk of which a row attends to
+// no key may never have been stored.
+#pragma once
+
+#include <cstdint>
+
+#include "params/attention.cuh"
+#include "params/bias.cuh"
+#include "ptx.cuh"
+#include "score_bias.cuh"
+#include "work_tile.cuh"
+
+namespace xa {
+
+/// The column of a sequence's key 0; its first key is row `start_k` of K.
+__device__ __forceinline__ int32_t column_of_key_0(const ScoreGradients& ds, int32_t start_k) {
+  return ds.has_token_rows != 0 ? start_k & 7 : 0;
+}
+
+/// The first element of the row of a query, of row `token` of q; kNoBias if it has none.
+__device__ __forceinline__ int64_t score_gradient_row(const BiasBackwardParams& params, int32_t sequence, int32_t head,
+                                                      int32_t query, int32_t token) {
+  uint32_t row = static_cast<uint32_t>(head) * params.backward.forward.num_tokens + token;
+  if (params.ds.has_token_rows == 0) row = bias_row_index(params.bias, sequence, head, query);
+  return row != kNoBiasRow ? static_cast<int64_t>(row) * static_cast<uint32_t>(params.ds.pitch) : kNoBias;
+}
+
+/// Whether dS of all pairs of a sequence is stored. Rows and keys past those of the bias are not.
+__device__ __forceinline__ bool has_all_score_gradients(const BiasBackwardParams& params, const QoTile& sequence) {
+  return params.ds.data != nullptr && sequence.len_q <= params.bias.rows && sequence.len_k <= params.bias.keys;
+}
+
+/// Elements [begin, end) of a row of dS that belong to the keys that the row attends to.
+struct ScoreGradientRow {
+  int64_t element;  // of column 0
+  int32_t begin;
+  int32_t end;
+
+  /// The row at `first_element` of a query that attends to keys [first_key, end_key); key 0 is in column `key_0`.
+  static __device__ __forceinline__ ScoreGradientRow of(int64_t first_element, int32_t first_key, int32_t end_key,
+                                                        int32_t key_0) {
+    if (first_key >= end_key) return {0, 0, 0};
+    return {first_element, first_key + key_0, end_key + key_0};
+  }
+  /// Whether the row attends to some key of the chunk from `column` on.
+  __device__ __forceinline__ bool attends(int32_t column) const { return column < end && column + 8 > begin; }
+};
+
+/// Stores dS of 32 query rows and 32 keys as 16 bytes per lane and 8 rows. It is in shared memory, a row for each key,
+/// kPitch bytes apart from `from` on; `rows` are the first elements of the query rows. The keys are in columns
+/// `column`, any number, to `column + 31`.
+template <int kPitch, bool kIsSwizzled, typename T>
+__device__ __forceinline__ void store_score_gradients(const ScoreGradients& ds, uint32_t from, int32_t column,
+                                                      const int64_t* rows) {
+  // Lane t of four gets keys 8t to 8t + 7 of a query row: 2m and 2m + 1 of those 8 from matrix m.
+  const int32_t lane = ptx::thread() % 32, row = lane % 8, key = row / 2 * 8 + lane / 8 * 2 + row % 2;
+  const int32_t first = column + lane % 4 * 8;
+  const bool is_aligned = (column & 7) == 0;
+  T* const data = static_cast<T*>(ds.data);
+#pragma unroll
+  for (int block = 0; block < 4; ++block) {
+    uint32_t pairs[4];
+    ptx::ldmatrix_x4_trans(pairs, from + key * kPitch + (kIsSwizzled ? block ^ key / 8 : block) * 16);
+    const int64_t element = rows[8 * block + lane / 4];
+    if (element == kNoBias) continue;
+    if (is_aligned) {
+      const bool exists = static_cast<uint32_t>(first) < static_cast<uint32_t>(ds.pitch);
+      if (exists)
+        *reinterpret_cast<uint4*>(data + element + first) = make_uint4(pairs[0], pairs[1], pairs[2], pairs[3]);
+    } else {
+#pragma unroll
+      for (int i = 0; i < 8; ++i) {
+        const auto bits = static_cast<uint16_t>(pairs[i / 2] >> i % 2 * 16);
+        if (static_cast<uint32_t>(first + i) < static_cast<uint32_t>(ds.pitch)) data[element + first + i] = T{bits};
+      }
+    }
+  }
+}
+
+/// Stores dS of a warp's 32 keys and 32 query rows to shared memory in the form that `store_score_gradients` takes,
+/// swizzled: to `to`, in rows kPitch bytes apart.
+template <typename T, int kPitch>
+__device__ __forceinline__ void stage_score_gradients(uint8_t* to, const float (&ds)[2][4][4]) {
+  const int32_t lane = ptx::thread() % 32, g = lane / 4, t = lane % 4;
+#pragma unroll
+  for (int tile = 0; tile < 2; ++tile) {
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      const int keys = 2 * tile + half;  // 8 of them
+#pragma unroll
+      for (int block = 0; block < 4; ++block) {
+        const float (&x)[4] = ds[tile][block];
+        T* const pair = reinterpret_cast<T*>(to + (8 * keys + g) * kPitch + (block ^ keys) * 16) + 2 * t;
+        store_columns(pair, make_float2(x[2 * half], x[2 * half + 1]));
+      }
+    }
+  }
+}
+
+}  // namespace xa
