@@ -23,8 +23,8 @@ pub struct BackwardParams {
     pub dv: *mut c_void,
     /// `[Hq]`
     pub dsinks: *mut f32,
-    /// `[Hq, Tq]` in the workspace: `attention_bwd_dq` writes it and the other kernels read it. Null if the workspace is too
-    /// small; the others then compute it themselves.
+    /// `[Hq, Tq]` in the workspace: `attention_bwd_dq`, or `attention_bwd_delta` where that is launched, writes it and the
+    /// other kernels read it. Null if the workspace is too small; the others then compute it themselves.
     pub delta: *mut f32,
     pub softmax_scale: f32,
     /// Whether dq, dk and dv are f32 and q is not.
