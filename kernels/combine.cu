@@ -90,12 +90,7 @@ __device__ __forceinline__ void merge_rows(const SplitTile<T>& tile) {
       for (int32_t r = 0; r < kRows; ++r) {
         float2 state = tile.partials.state(tile.partial_row(begin + lane, first_row + r));
         if (begin + lane >= count) state = make_float2(-INFINITY, 0.0f);
-        const float largest = fmaxf(merged[r].max, max_of_lanes(state.x, lanes));
-        const float before = merge_weight(merged[r].max, largest, log2_unit);
-        weight[r] = merge_weight(state.x, largest, log2_unit);
-        merged[r].max = largest;
-        merged[r].sum = merged[r].sum * before + sum_of_lanes(state.y * weight[r], lanes);
-        merged[r].output = scaled(merged[r].output, before);
+        weight[r] = add_states(merged[r], state, lanes, log2_unit);
       }
 #pragma unroll 1
       for (int32_t partial = begin; partial < min(begin + lanes, count); partial += kPartials) {

@@ -42,12 +42,7 @@ __device__ __forceinline__ void merge_by_warps(const SplitTile<T>& tile) {
         outputs[j] = *reinterpret_cast<const float4*>(tile.partials.output(partial_row, min(column, value_dim - 4)));
       }
       if (begin + lane >= count) state = make_float2(-INFINITY, 0.0f);
-      const float largest = fmaxf(merged.max, max_of_lanes(state.x, 32));
-      const float before = merge_weight(merged.max, largest, log2_unit);
-      const float weight = merge_weight(state.x, largest, log2_unit);
-      merged.max = largest;
-      merged.sum = merged.sum * before + sum_of_lanes(state.y * weight, 32);
-      merged.output = scaled(merged.output, before);
+      const float weight = add_states(merged, state, 32, log2_unit);
 #pragma unroll
       for (int32_t j = 0; j < kPartials; ++j) {
         // Partials past the last one have the weight 0.

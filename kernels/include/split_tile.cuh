@@ -69,6 +69,18 @@ __device__ __forceinline__ int32_t log2_row_chunks(int32_t value_dim) {
   return value_dim > 256 ? 2 : value_dim > 128 ? 1 : 0;
 }
 
+/// Adds the states of the partials that `lanes` adjacent lanes have, one each, to the maximum and the sum of `merged`,
+/// whose output is rescaled. Returns the weight of this lane's partial.
+__device__ __forceinline__ float add_states(PartialState& merged, float2 state, int32_t lanes, float log2_unit) {
+  const float largest = fmaxf(merged.max, max_of_lanes(state.x, lanes));
+  const float before = merge_weight(merged.max, largest, log2_unit);
+  const float weight = merge_weight(state.x, largest, log2_unit);
+  merged.max = largest;
+  merged.sum = merged.sum * before + sum_of_lanes(state.y * weight, lanes);
+  merged.output = scaled(merged.output, before);
+  return weight;
+}
+
 /// sum += weight * x
 __device__ __forceinline__ void add_weighted(float4& sum, float weight, const float4& x) {
   sum.x += weight * x.x;
