@@ -73,7 +73,7 @@ __device__ __forceinline__ void merge_rows(const SplitTile<T>& tile) {
   const int32_t count = tile.record.num_partials;
   const int32_t lanes = value_dim > 64 ? 32 : value_dim > 32 ? 16 : 8, lane = threadIdx.x % lanes;
   const int32_t warp_rows = 32 / lanes * kRows, log2_chunks = log2_row_chunks(value_dim);
-  const auto column_of = [&](int32_t item) { return (item & ((1 << log2_chunks) - 1)) * 128 + 4 * lane; };
+  const auto column_of = [&](int32_t item) { return column_of_item(item, log2_chunks) + 4 * lane; };
 #pragma unroll 1
   for (int32_t item = tile.part * kWarps + static_cast<int32_t>(threadIdx.x) / 32;
        (item >> log2_chunks) * warp_rows < num_rows; item += tile.num_parts * kWarps) {

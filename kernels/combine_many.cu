@@ -30,7 +30,7 @@ __device__ __forceinline__ void merge_by_warps(const SplitTile<T>& tile) {
   const int32_t warp = threadIdx.x / 32, lane = threadIdx.x % 32;
 #pragma unroll 1
   for (int32_t item = tile.part; item >> log2_chunks < tile.record.tile.num_rows; item += tile.num_parts) {
-    const int32_t row = item >> log2_chunks, column = (item & ((1 << log2_chunks) - 1)) * 128 + 4 * lane;
+    const int32_t row = item >> log2_chunks, column = column_of_item(item, log2_chunks) + 4 * lane;
     PartialState merged = {-INFINITY, 0.0f, make_float4(0.0f, 0.0f, 0.0f, 0.0f)};
 #pragma unroll 1
     for (int32_t begin = 0; begin < count; begin += 32) {

@@ -69,6 +69,11 @@ __device__ __forceinline__ int32_t log2_row_chunks(int32_t value_dim) {
   return value_dim > 256 ? 2 : value_dim > 128 ? 1 : 0;
 }
 
+/// The first column of item `item`: the chunks of a row follow each other.
+__device__ __forceinline__ int32_t column_of_item(int32_t item, int32_t log2_chunks) {
+  return (item & ((1 << log2_chunks) - 1)) * 128;
+}
+
 /// Adds the states of the partials that `lanes` adjacent lanes have, one each, to the maximum and the sum of `merged`,
 /// whose output is rescaled. Returns the weight of this lane's partial.
 __device__ __forceinline__ float add_states(PartialState& merged, float2 state, int32_t lanes, float log2_unit) {

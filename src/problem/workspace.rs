@@ -59,11 +59,15 @@ pub(crate) fn sums_copied_gradient(columns: i64) -> bool {
     columns > 64
 }
 
-/// Bytes of dS of `rows` query rows and `keys` keys of a bias, in 16 bits, in the workspace: per row and head those of the next
-/// multiple of 8 keys, and 8 more. `None` past the limit.
+/// Columns of a row of dS of a token with `keys` keys of a bias: those of the next multiple of 8 keys, and 8 more, because the row begins
+/// at a row of K that is a multiple of 8.
+pub(crate) fn score_gradient_columns(keys: usize) -> Option<usize> {
+    keys.checked_next_multiple_of(8)?.checked_add(8)
+}
+
+/// Bytes of dS of `rows` query rows and `keys` keys of a bias, in 16 bits, in the workspace. `None` past the limit.
 pub(crate) fn score_gradient_bytes(heads: usize, rows: usize, keys: usize) -> Option<usize> {
-    let columns = keys.checked_next_multiple_of(8)?.checked_add(8)?;
-    let bytes = heads.checked_mul(rows)?.checked_mul(columns)?.checked_mul(2)?;
+    let bytes = heads.checked_mul(rows)?.checked_mul(score_gradient_columns(keys)?)?.checked_mul(2)?;
     (bytes <= MAX_SCORE_GRADIENT_BYTES).then_some(bytes)
 }
 

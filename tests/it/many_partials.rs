@@ -65,6 +65,7 @@ mod on_their_own_gpu {
     fn the_kernel_is_chosen() {
         let Some(gpu) = Gpu::with_tuned_kernels_or_skip() else { return };
         if Gpu::sms() < 100 {
+            println!("skipped: so few SMs leave tiles with few partials");
             return;
         }
         let log = log();

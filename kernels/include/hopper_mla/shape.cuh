@@ -63,7 +63,9 @@ struct Shape : Config {
   /// The cluster's work tile, then in a cluster the CTA's rows of it.
   static constexpr int kCtaTileOffset = kWorkTileOffset + (kCtas > 1 ? static_cast<int>(sizeof(WorkTile)) : 0);
   static constexpr int kWorkRangeOffset = kCtaTileOffset + static_cast<int>(sizeof(WorkTile));
-  static constexpr int kBarriersOffset = kWorkRangeOffset + static_cast<int>(sizeof(WorkRange)), kBarriers = 14;
+  static constexpr int kBarriersOffset = kWorkRangeOffset + static_cast<int>(sizeof(WorkRange));
+  /// The mbarriers: full ones of the parts of two blocks, then empty ones of the halves of two blocks, then those of P.
+  static constexpr int kEmptyBarriers = 2 * kParts, kPBarriers = kEmptyBarriers + 4, kBarriers = kPBarriers + 2;
   /// At the end of a tile, the output in f32 takes the place of the blocks, and sums and maxima that of P.
   static constexpr int kOutputPitch = 4 * (kLatentValueDim + 4);
   static constexpr int kAlignment = 1024;
@@ -88,9 +90,10 @@ class Buffers {
   }
   /// Called by a warp, whose lanes initialise a barrier each; __syncthreads must follow.
   __device__ __forceinline__ void init(int32_t lane) const {
-    constexpr int kEmpty = 2 * Shape::kParts, kP = kEmpty + 4;  // empty(0, 0) and p_full
     if (lane < Shape::kBarriers) {
-      const uint32_t arrivals = lane < kEmpty ? Shape::kLoadWarps : lane < kP ? 4 * Shape::kCtas : 4;
+      const uint32_t arrivals = lane < Shape::kEmptyBarriers ? Shape::kLoadWarps
+                                : lane < Shape::kPBarriers   ? 4 * Shape::kCtas
+                                                             : 4;
       hopper::ptx::mbarrier_init(barrier(lane, 0).address, arrivals);
     }
     hopper::ptx::fence_mbarrier_init();
@@ -103,7 +106,7 @@ class Buffers {
   /// The warpgroup of a half of the value columns has read them, in all CTAs of the cluster. By then the scores of the
   /// block have been computed.
   __device__ __forceinline__ Barrier empty(int32_t block, int half) const {
-    return barrier(2 * Shape::kParts + 2 * (block % 2) + half, block / 2);
+    return barrier(Shape::kEmptyBarriers + 2 * (block % 2) + half, block / 2);
   }
   /// A warp of that warpgroup has read them.
   __device__ __forceinline__ void release(int32_t block, int half) const {
@@ -117,9 +120,9 @@ class Buffers {
     }
   }
   /// P of a block is in shared memory.
-  __device__ __forceinline__ Barrier p_full(int32_t block) const { return barrier(2 * Shape::kParts + 4, block); }
+  __device__ __forceinline__ Barrier p_full(int32_t block) const { return barrier(Shape::kPBarriers, block); }
   /// The right warpgroup has read it.
-  __device__ __forceinline__ Barrier p_empty(int32_t block) const { return barrier(2 * Shape::kParts + 5, block); }
+  __device__ __forceinline__ Barrier p_empty(int32_t block) const { return barrier(Shape::kPBarriers + 1, block); }
 
   __device__ __forceinline__ uint32_t query() const { return address_; }
   __device__ __forceinline__ uint32_t buffer(int buffer) const {

@@ -135,12 +135,6 @@ pub(super) fn with_copy<'p>(problem: &FlashAttnVarlenBwd<'p>, copy: &PaddedBias)
     FlashAttnVarlenBwd { forward: Attention { score, ..problem.forward }, ..*problem }
 }
 
-/// The launch that copies the gradient of a copied bias to the result, if the kernel for dQ has stored it.
-pub(super) fn gradient_launch<'p>(problem: &FlashAttnVarlenBwd, copy: &PaddedBias) -> Result<Option<Launch<'p>>> {
-    let stored = stored_dbias(problem);
-    stored.map(|dbias| copy.gradient_launch(&dbias, Parameter::CopyRows)).transpose().map(Option::flatten)
-}
-
 /// Stages of `attention_bwd_dbias_aligned`: four, or two where there is no room for them. Then no loads are under way beside products.
 fn aligned_stages(device: &Device) -> i32 {
     let fit = |stages: i32| aligned_shared_bytes(stages) <= device.shared_memory;

@@ -1,6 +1,7 @@
 //! The portable backward kernels, for every GPU, dtype, head dimension and logits transform: one for dQ, one for dK and dV.
 //!
-//! `attention_bwd_dq` comes first: it stores delta of each query row in the workspace for the others, if that has room.
+//! `attention_bwd_dq` comes first: it stores delta of each query row in the workspace for the others, if that has room. With a bias,
+//! `attention_bwd_delta` may do that instead.
 
 use super::{Launch, Parameter, bias, score_gradients, sinks};
 use crate::cuda::attention::tiles::transforms_logits;
@@ -147,7 +148,8 @@ pub(super) fn launches<'p>(problem: &'p FlashAttnVarlenBwd, device: Device) -> R
     let [clearing, summing] = bias::launches(&call, &device, &backward, ds, &parameter)?;
     let dq = gradient_launch(&call, &device, "dq", packed_rows, parameter.clone())?;
     let dkdv = gradient_launch(&call, &device, "dkdv", call.num_keys, parameter.clone())?;
-    let copying_back = stored_copy.map(|(copy, _)| bias::gradient_launch(problem, &copy)).transpose()?.flatten();
+    let copying_back = stored_copy.map(|(copy, dbias)| copy.gradient_launch(&dbias, Parameter::CopyRows));
+    let copying_back = copying_back.transpose()?.flatten();
     let copying = copy.map(|copy| copy.copy_launch(Parameter::CopyRows)).transpose()?.flatten();
     // The kernel for dQ stores dbias in the place of the copy, which the one for dK and dV reads.
     let gradients = if copying_back.is_some() {

@@ -10,13 +10,10 @@ use crate::cuda::variants;
 use crate::error::{Error, Result};
 use crate::problem::attention::Attention;
 use crate::problem::flash_attn_varlen_bwd::FlashAttnVarlenBwd;
-use crate::problem::workspace::{score_gradient_bytes, sums_copied_gradient};
+use crate::problem::workspace::{score_gradient_bytes, score_gradient_columns, sums_copied_gradient};
 use std::ptr::null_mut;
 
 const DQ_KERNEL: &str = "attention_bwd_dq_from_ds";
-
-/// Columns besides the keys of a bias in a row of dS of a token, which begins at a row of K that is a multiple of 8.
-const EXTRA_COLUMNS: usize = 8;
 
 impl ScoreGradients {
     pub(super) const NONE: Self = Self { data: null_mut(), pitch: 0, has_token_rows: 0 };
@@ -38,10 +35,10 @@ impl ScoreGradients {
                 return Self::NONE;
             }
         }
-        let pitch = bias.keys + EXTRA_COLUMNS;
         let bytes = score_gradient_bytes(forward.num_q_heads, forward.num_rows, bias.keys);
         let place = bytes.and_then(|bytes| bias::place_after_delta(call, delta, copy, bytes));
-        place.map_or(Self::NONE, |data| Self { data: data.cast(), pitch: pitch as i32, has_token_rows: 1 })
+        let (Some(pitch), Some(data)) = (score_gradient_columns(bias.keys), place) else { return Self::NONE };
+        Self { data: data.cast(), pitch: pitch as i32, has_token_rows: 1 }
     }
 
     /// Whether dbias is the sum of some of them, or a copy.
@@ -64,5 +61,7 @@ pub(super) fn dq_launch<'p>(forward: &Attention, parameter: Parameter<'p>) -> Re
     let variant = variants::find(DQ_KERNEL, &[variants::dtype_value(forward.q.dtype), tile.head_dim_value])?;
     let rows = forward.num_rows * (forward.num_q_heads / forward.num_kv_heads);
     let ctas = rows.div_ceil(DQ_FROM_DS_ROWS as usize) * forward.num_kv_heads;
-    bias::launch(DQ_KERNEL, variant, ctas, [32 * 4 * tile.column_warps, tile.shared_bytes], parameter)
+    // A warp has 32 rows.
+    let threads = DQ_FROM_DS_ROWS as u32 * tile.column_warps;
+    bias::launch(DQ_KERNEL, variant, ctas, [threads, tile.shared_bytes], parameter)
 }
