@@ -1,6 +1,7 @@
 // Stores zeros to the gradient of a bias wherever no row attends to the key, before hopper_bwd or attention_bwd_dkdv,
-// which stores the other elements, among blocks of which it stores zeros once more. attention_bwd_dq clears rows that
-// attend to some keys by itself (dq_clears_dbias), so before it only the other rows are cleared.
+// which stores the other elements, among blocks of which it stores zeros once more. attention_bwd_dq and
+// attention_bwd_dq_from_ds clear rows that attend to some keys by themselves (dq_clears_dbias), so before them only the
+// other rows are cleared.
 //
 // Launch: kDbiasThreads threads, a CTA per kDbiasRows rows, sequence and head of the bias.
 
@@ -17,26 +18,26 @@ namespace xa {
 template <typename E>
 __device__ __forceinline__ void clear_rows(const BiasBackwardParams& params, const QoTile& tile, int32_t matrix,
                                            int32_t first_row) {
-  const BiasSource& bias = params.bias;
+  const int32_t rows = params.bias.rows, keys = params.dbias_keys;
   const Visibility visibility(params.backward.forward, tile);
   constexpr int32_t kWarpRows = kDbiasRows / (kDbiasThreads / 32);
   const int32_t lane = threadIdx.x % 32, warp_row = first_row + static_cast<int32_t>(threadIdx.x) / 32 * kWarpRows;
   const int32_t own_row = warp_row + lane;
   int32_t begin = 0, end = 0;
   if (own_row < tile.len_q) {
-    begin = min(visibility.begin(own_row), bias.keys);
-    end = min(visibility.end(own_row), bias.keys);
+    begin = min(visibility.begin(own_row), keys);
+    end = min(visibility.end(own_row), keys);
   }
   if (begin >= end) begin = end = 0;
-  const bool has_row = lane < kWarpRows && own_row < bias.rows;
+  const bool has_row = lane < kWarpRows && own_row < rows;
   // A lane knows what to clear of a row, and all of them clear it.
-  const bool is_part = params.dq_clears_dbias == 0 && end - begin < bias.keys;
-  for (uint32_t rows = __ballot_sync(~0u, has_row && (begin == end || is_part)); rows != 0; rows &= rows - 1) {
-    const int32_t index = __ffs(rows) - 1, row = warp_row + index;
+  const bool is_part = params.dq_clears_dbias == 0 && end - begin < keys;
+  for (uint32_t left = __ballot_sync(~0u, has_row && (begin == end || is_part)); left != 0; left &= left - 1) {
+    const int32_t index = __ffs(left) - 1, row = warp_row + index;
     const int32_t row_begin = __shfl_sync(~0u, begin, index), row_end = __shfl_sync(~0u, end, index);
-    E* const to = static_cast<E*>(params.dbias) + (static_cast<int64_t>(matrix) * bias.rows + row) * bias.keys;
+    E* const to = static_cast<E*>(params.dbias) + (static_cast<int64_t>(matrix) * rows + row) * keys;
     clear_elements(to, row_begin);
-    clear_elements(to + row_end, bias.keys - row_end);
+    clear_elements(to + row_end, keys - row_end);
   }
 }
 

@@ -14,6 +14,7 @@
 #include "bwd/dbias_rows.cuh"
 #include "bwd/dbias_sequences.cuh"
 #include "bwd/ptx_extra.cuh"
+#include "bwd/row_blocks.cuh"
 #include "bwd/score_gradients.cuh"
 #include "chunk_window.cuh"
 #include "element.cuh"
@@ -50,6 +51,7 @@ class DbiasSum {
   }
 
   __device__ __forceinline__ void run() {
+    find_key_period<kDbiasSumThreads>(params_);
     const int32_t live = live_sequences(forward_), own = matrix_ / params_.heads;
     const int32_t begin = params_.seqs == 1 ? 0 : min(own, live), end = params_.seqs == 1 ? live : min(own + 1, live);
     const int32_t end_key = min(first_key_ + params_.tiles_per_cta * kDbiasSumKeys, params_.bias.keys);
@@ -97,7 +99,7 @@ class DbiasSum {
         const int64_t element = static_cast<int64_t>(sequence.first_token + row) * params_.ds.pitch;
         // dS has no columns past those of the bias.
         const int32_t end_key = min(visibility.end(query), params_.bias.keys);
-        const int32_t key_0 = column_of_key_0(params_.ds, sequence.start_k);
+        const int32_t key_0 = column_of_key_0(params_, sequence.start_k);
         found = ScoreGradientRow::of(element, visibility.begin(query), end_key, key_0);
         shifts |= key_0 != 0;
       }
@@ -122,7 +124,7 @@ class DbiasSum {
     const ScoreGradientRow row = state_.rows[slot][row_ - first_row_];
     const int64_t of_head = head * head_elements();
     const T* const from = static_cast<const T*>(params_.ds.data) + row.element + of_head + key_;
-    return {from, row.begin - key_, row.end - key_, column_of_key_0(params_.ds, state_.sequences.of[slot].start_k)};
+    return {from, row.begin - key_, row.end - key_, column_of_key_0(params_, state_.sequences.of[slot].start_k)};
   }
   __device__ __forceinline__ int64_t head_elements() const {
     return static_cast<int64_t>(forward_.num_tokens) * params_.ds.pitch;

@@ -1,5 +1,5 @@
-// delta of all query rows, to the workspace, where attention_bwd_dq, which would store it, comes after
-// attention_bwd_dkdv or leaves its rows to attention_bwd_dq_from_ds.
+// delta of all query rows, to the workspace, where attention_bwd_dq, which would store it, leaves its rows to
+// attention_bwd_dq_from_ds.
 //
 // Compiled once for each value of
 //   XA_DTYPE   f16, bf16

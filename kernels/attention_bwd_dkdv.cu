@@ -8,13 +8,17 @@
 //   XA_SHAPE     large, small; key_ranges, bias, bias_aligned, bias_large: for query rows with bounds of their keys,
 //                with a bias (include/bwd/shape.cuh)
 //   XA_LOGITS    none, softcap_alibi (include/bwd/probabilities.cuh)
-// Launch: kThreads threads, ceil(Tk / kHeld) * Hkv CTAs, Shape::kSharedBytes of dynamic shared memory.
+// Launch: kThreads threads, a CTA per block of kHeld rows of K and KV head, Shape::kSharedBytes of dynamic shared
+// memory. Blocks are those of RowBlocks with a bias, else ceil(Tk / kHeld).
+
+#include <type_traits>
 
 #include "bwd/aligned_bias.cuh"
 #include "bwd/bias_rows.cuh"
 #include "bwd/probabilities.cuh"
 #include "bwd/products.cuh"
 #include "bwd/ptx_extra.cuh"
+#include "bwd/row_blocks.cuh"
 #include "bwd/row_bounds.cuh"
 #include "bwd/rows.cuh"
 #include "bwd/score_gradients.cuh"
@@ -48,7 +52,8 @@ class KeyGradients {
     const AttentionParams& forward = params_.forward;
     {
       const int32_t tile = blockIdx.x / forward.num_kv_heads, kv_head = blockIdx.x - tile * forward.num_kv_heads;
-      const int32_t first = tile * Shape::kHeld;
+      const int32_t first = first_row(tile);
+      if (Shape::kHasBias && first >= forward.capacity) return;
       if (threadIdx.x == 0) {
         segment_.kv_head = kv_head;
         segment_.first = first;
@@ -65,7 +70,7 @@ class KeyGradients {
         clear_gradient(i == 0 ? params_.dk : params_.dv, i == 0 ? forward.head_dim : forward.value_dim);
       }
     };
-    for_segments<Shape::kThreads, HeldKeys<Shape::kHeld>>(
+    for_segments<Shape::kThreads, Held>(
         forward, segment_, [&] { return count(); },
         [&] {
           clear(dk_);
@@ -78,6 +83,29 @@ class KeyGradients {
   }
 
  private:
+  using Held = std::conditional_t<Shape::kHasBias, HeldInBlock<HeldKeys<Shape::kHeld>>, HeldKeys<Shape::kHeld>>;
+
+  /// The first row of a block. All threads of the CTA call it.
+  __device__ __forceinline__ int32_t first_row(int32_t block) const {
+    if constexpr (Shape::kHasBias) {
+      find_key_period<Shape::kThreads>(all_params_);
+      const RowBlocks<Shape::kHeld> blocks(params_.forward.capacity, key_period());
+      const int32_t first = blocks.first_row(block, all_params_.key_blocks_alternate != 0);
+      if (threadIdx.x == 0) block_rows() = blocks.count(first);
+      return first;
+    } else {
+      return block * Shape::kHeld;
+    }
+  }
+  /// How many rows the block has.
+  __device__ __forceinline__ int32_t count() const {
+    if constexpr (Shape::kHasBias) {
+      return block_rows();
+    } else {
+      return min(params_.forward.capacity - segment_.first, Shape::kHeld);
+    }
+  }
+
   static __device__ __forceinline__ int32_t row_warp(int32_t thread = threadIdx.x) {
     return thread / 32 / Shape::kColumnWarps;
   }
@@ -106,6 +134,12 @@ class KeyGradients {
   __device__ __forceinline__ AlignedBiasStage<Shape, T> aligned_bias(int stage) const {
     return {shared_ + Shape::kBiasOffset + stage * AlignedBiasStage<Shape, T>::kBytes};
   }
+  /// The end of the elements of the bias.
+  __device__ __forceinline__ int64_t end_of_bias() const {
+    const BiasSource& bias = all_params_.bias;
+    const uint32_t rows = all_params_.seqs * all_params_.heads * bias.rows;
+    return static_cast<int64_t>(static_cast<uint64_t>(rows) * static_cast<uint32_t>(bias.keys));
+  }
   /// The index in the bias of a query row of the segment's sequence.
   __device__ __forceinline__ BiasRowIndex bias_row_of(int32_t head, int32_t query) const {
     return bias_row_index(all_params_.bias, segment_.tile.sequence, head, query);
@@ -118,10 +152,6 @@ class KeyGradients {
   /// The elements at which the query rows of a stage begin in dS; kNoBias for those that have none.
   __device__ __forceinline__ int64_t* ds_rows(int stage) const {
     return reinterpret_cast<int64_t*>(shared_ + Shape::kDsRowsOffset) + stage * Shape::kBlock;
-  }
-  /// How many rows of the block exist.
-  __device__ __forceinline__ int32_t count() const {
-    return min(params_.forward.capacity - segment_.first, Shape::kHeld);
   }
   /// The address of a row in a gradient `[Tk, Hkv, dim]`. Unsigned numbers are widened to 64 bits without a register
   /// for the sign.
@@ -143,7 +173,8 @@ class KeyGradients {
     if constexpr (Shape::kHasPlaces) {
       const QueryRowPlace* const places = row_places(first);
       fetch_placed_queries<T, Shape, Shape::kBlock>(params_, places, count, to, to + Shape::kBlockBytes);
-      aligned_bias(stage).fetch(all_params_.bias, segment_.first_key, [&](int32_t row) { return places[row].bias; });
+      aligned_bias(stage).fetch(all_params_.bias, end_of_bias(), segment_.first_key,
+                                [&](int32_t row) { return places[row].bias; });
       find_places(first + Shape::kBlock);
     } else {
       const QueryBlock block = rows();
@@ -205,7 +236,8 @@ class KeyGradients {
         places[index].dout =
             static_cast<const T*>(params_.dout) + token * params_.dout_token_stride + head * params_.dout_head_stride;
       } else {
-        places[index].bias = exists ? bias_row(all_params_.bias, bias_row_of(head, query)) : kNoBias;
+        const int64_t row_of_bias = exists ? bias_row(all_params_.bias, bias_row_of(head, query)) : kNoBias;
+        places[index].bias = row_of_bias == kNoBias ? kNoBias : row_of_bias + segment_.first_key;
       }
     }
   }
@@ -214,7 +246,11 @@ class KeyGradients {
   /// one get probabilities of 0.
   __device__ __forceinline__ void wait_for(int32_t first, int stage) const {
     ptx::cp_async_wait<0>();
-    if constexpr (Shape::kHasAlignedBias) aligned_bias(stage).settle(segment_.first_key);
+    if constexpr (Shape::kHasAlignedBias) {
+      const QueryRowPlace* const places = row_places(first);
+      aligned_bias(stage).settle(all_params_.bias, segment_.first_key, segment_.tile.len_k,
+                                 [&](int32_t row) { return places[row].bias; });
+    }
     const int32_t index_in_block = ptx::thread();
     if (index_in_block >= Shape::kBlock) return;
     QueryRowStats& row = row_stats(stage)[index_in_block];
@@ -329,7 +365,7 @@ class KeyGradients {
   __device__ __forceinline__ void store_ds(const Scores& ds, int32_t own_chunk, int stage) const {
     const int32_t warp_row = row_warp() * Shape::kWarpRows;
     const int64_t* const rows = ds_rows(stage) + own_chunk;
-    const int32_t column = segment_.first_key + warp_row + column_of_key_0(all_params_.ds, segment_.tile.start_k);
+    const int32_t column = segment_.first_key + warp_row + column_of_key_0(all_params_, segment_.tile.start_k);
     if constexpr (Shape::kExchanges) {
       // Where the warps that share the keys have it too.
       uint8_t* const from = shared_ + Shape::kExchangeOffset + Shape::kExchangeMatrix +

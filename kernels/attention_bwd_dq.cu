@@ -80,7 +80,7 @@ class QueryGradients {
  private:
   /// Whether this kernel computes dQ of a sequence, not attention_bwd_dq_from_ds.
   __device__ __forceinline__ bool computes(const QoTile& sequence) const {
-    if constexpr (Shape::kHasAlignedBias) {
+    if constexpr (Shape::kHasBias) {
       return !has_all_score_gradients(all_params_, sequence);
     } else {
       return true;
@@ -88,7 +88,7 @@ class QueryGradients {
   }
   /// Whether it does of any of the batch. Starts that do not ascend may make sequences seem longer than they are.
   __device__ __forceinline__ bool computes_some_sequence() const {
-    if constexpr (Shape::kHasAlignedBias) {
+    if constexpr (Shape::kHasBias) {
       if (all_params_.ds.data == nullptr) return true;
       bool any = false;
 #pragma unroll 1
@@ -263,8 +263,11 @@ class QueryGradients {
           }
           if constexpr (Shape::kHasBias) {
             const int32_t first = first_biased_key();
-            if (all_params_.dq_stores_dbias != 0) clear_dbias_around(first);
-            if constexpr (Shape::kHasAlignedBias) load_bias(first);
+            if constexpr (Shape::kHasAlignedBias) {
+              load_bias(first);
+            } else {
+              if (all_params_.dq_stores_dbias != 0) clear_dbias_around(first);
+            }
           }
         },
         [](int32_t, int) { ptx::cp_async_wait<0>(); },
@@ -333,10 +336,6 @@ class QueryGradients {
       accumulate<T, Columns>(dq_, Shared(from), keys(stage), first_chunk);
     } else {
       accumulate<T, Columns>(dq_, RegisterOperand<T, kTiles, kBlocks>{ds}, chunk_keys, first_chunk);
-    }
-    if constexpr (Shape::kHasAlignedBias) {
-      // The stores are beside products.
-      if (all_params_.dq_stores_dbias != 0) Bias::store(all_params_, bias_rows() + warp_row, column, ds);
     }
   }
 

@@ -53,12 +53,6 @@ pub struct BiasWorkspaceSize {
 /// in 16 bits; a GPU of 8 GB can spare no more. Kernels on Hopper do not use it, but programs are traced without a GPU.
 const MAX_SCORE_GRADIENT_BYTES: usize = (512 << 20) + (16 << 20);
 
-/// Whether the gradient of each pair's own bias, if that is copied, is computed from stored dS: at 64 columns and less the kernel for dQ
-/// stores it in the place of the copy in less time.
-pub(crate) fn sums_copied_gradient(columns: i64) -> bool {
-    columns > 64
-}
-
 /// Columns of a row of dS of a token with `keys` keys of a bias: those of the next multiple of 8 keys, and 8 more, because the row begins
 /// at a row of K that is a multiple of 8.
 pub(crate) fn score_gradient_columns(keys: usize) -> Option<usize> {
@@ -132,8 +126,8 @@ impl AttentionSizes {
 
     /// What a bias of q's type adds to the size for a call of `op` without a soft cap and `ALiBi`. Kernels on Hopper, and those for
     /// gradients on every GPU, load it in rows of a multiple of 16 bytes; a bias of other rows is copied to such rows in the
-    /// workspace, if that is worth it. Where sequences or heads share it, or past 64 columns if it is copied, the kernels for its gradient
-    /// on other GPUs than Hopper sum dS of all pairs from the workspace, up to half a GiB.
+    /// workspace, if that is worth it. Where sequences or heads share it, the kernels for its gradient on other GPUs than Hopper sum dS of
+    /// all pairs from the workspace, up to half a GiB.
     ///
     /// ```
     /// use xla_attention::ops::workspace::{AttentionSizes, BiasSizes};
@@ -163,8 +157,7 @@ impl AttentionSizes {
             return BiasWorkspaceSize { fixed: 0, per_bias_row: 0 };
         }
         let is_copied = keys % CHUNK != 0;
-        let is_summed = op == Op::FlashAttnVarlenBwd && (is_shared || (is_copied && sums_copied_gradient(columns)));
-        let score_gradients = if is_summed && gradient_rows > 0 {
+        let score_gradients = if op == Op::FlashAttnVarlenBwd && is_shared && gradient_rows > 0 {
             let sizes = [self.num_q_heads, gradient_rows, keys].map(|size| size.max(0) as usize);
             score_gradient_bytes(sizes[0], sizes[1], sizes[2]).map_or(0, |bytes| FIXED + bytes as i64)
         } else {

@@ -3,8 +3,9 @@
 //! chosen and give the same bits in every run.
 
 use crate::support::{
-    Alibi, BF16, BatchSpec, BiasForm, Dtype, Dtypes, F16, F32, GradientCase, GradientOptions, Mask, MemoryLayout,
-    PairwiseOptions, ReferenceCase, YES_OR_NO, assert_named_matches_reference, skips_slow_test,
+    Alibi, AttentionCase, BF16, BatchSpec, BiasForm, Dtype, Dtypes, F16, F32, GradientCase, GradientOptions,
+    InvalidMetadata, Mask, MemoryLayout, PairwiseOptions, ReferenceCase, YES_OR_NO, assert_named_matches_reference,
+    skips_slow_test,
 };
 
 const DTYPES: [Dtype; 2] = [BF16, F16];
@@ -153,6 +154,32 @@ fn biases_with_stored_ds_agree_with_the_reference() {
         let layout = MemoryLayout { rows_around: (3, 5), spare_seqs: 16, seed: seed as u64, ..large_workspace() };
         let mut case = GradientCase::store(&spec.batch(), &layout, GradientOptions::ALL);
         assert_named_matches_reference(&format!("{seed}: {spec:?}"), &mut case);
+    }
+}
+
+/// Sequences that all have the rows and keys of the bias: blocks of the kernels begin with them. Other starts of the same rows are of
+/// sequences that begin within blocks, and that are longer than the bias.
+#[test]
+fn biases_of_equal_sequences_agree_with_the_reference() {
+    for seed in 0..20 {
+        let spec = BatchSpec {
+            heads: [(4, 1), (8, 2), (3, 3)][seed % 3],
+            lengths: vec![[(20, 141), (141, 141), (40, 261), (13, 133), (9, 17)][seed % 5]; 3],
+            leftpad: false,
+            ..biased(seed + seed / 5)
+        };
+        let memory = [portable_workspace(&spec), large_workspace()][seed / 2 % 2].clone().bare();
+        let mut forward = AttentionCase::flash(&spec.batch(), &memory);
+        forward.name = format!("{seed}: {spec:?}");
+        GradientCase::of(forward.clone(), GradientOptions::ALL).assert_matches_reference();
+        for shift in [-3, 5] {
+            let mut moved = forward.clone();
+            moved.cu_seqlens_k[1] += shift;
+            moved.cu_seqlens_k[2] -= [0, 8, 2 * shift][seed % 3];
+            moved.cu_seqlens_q[1] += [0, shift][seed % 2];
+            moved.name = format!("{:?}, {:?}: {}", moved.cu_seqlens_q, moved.cu_seqlens_k, moved.name);
+            GradientCase::of(moved, GradientOptions::ALL).compare_with_reference(InvalidMetadata::Clamped);
+        }
     }
 }
 
@@ -378,7 +405,8 @@ mod on_their_own_gpu {
             let summing = format!("attention_bwd_dbias_aligned_bf16_{head_dim} with");
             run_portable(&BatchSpec { bias: Some(BiasForm::SHARED), ..odd.clone() }, &[&of_shape, &summing]);
             let own = BatchSpec { bias: Some(BiasForm::OWN), ..odd };
-            run_portable(&own, if keys == 301 { &["attention_bwd_delta_bf16 with"] } else { &[] });
+            let from_ds = format!("attention_bwd_dq_from_ds_bf16_{head_dim} with");
+            run_portable(&own, &["attention_bwd_delta_bf16 with", &from_ds]);
         }
         let short = vec![(3, 40); 40];
         runs_kernel(

@@ -1,10 +1,12 @@
 // dS in global memory (ScoreGradients), where attention_bwd_dkdv stores it and the kernels after it read it: chunks of
 // 8 keys, of which a thread stores all elements, zeros where a mask hides the pair. A chunk of which a row attends to
-// no key may never have been stored.
+// no key may never have been stored. Only where rows are those of the bias and blocks of keys begin within a chunk may
+// the same be so of a part of one.
 #pragma once
 
 #include <cstdint>
 
+#include "bwd/row_blocks.cuh"
 #include "params/attention.cuh"
 #include "params/bias.cuh"
 #include "ptx.cuh"
@@ -14,8 +16,8 @@
 namespace xa {
 
 /// The column of a sequence's key 0; its first key is row `start_k` of K.
-__device__ __forceinline__ int32_t column_of_key_0(const ScoreGradients& ds, int32_t start_k) {
-  return ds.has_token_rows != 0 ? start_k & 7 : 0;
+__device__ __forceinline__ int32_t column_of_key_0(const BiasBackwardParams& params, int32_t start_k) {
+  return params.ds.has_token_rows != 0 && key_period() == params.backward.forward.capacity ? start_k & 7 : 0;
 }
 
 /// The first element of the row of a query, of row `token` of q; kNoBias if it has none.
@@ -44,7 +46,10 @@ struct ScoreGradientRow {
     return {first_element, first_key + key_0, end_key + key_0};
   }
   /// Whether the row attends to some key of the chunk from `column` on.
-  __device__ __forceinline__ bool attends(int32_t column) const { return column < end && column + 8 > begin; }
+  __device__ __forceinline__ bool attends(int32_t column) const {
+    // In one comparison: columns from begin - 7 to end - 1.
+    return static_cast<uint32_t>(column - begin + 7) < static_cast<uint32_t>(end - begin + 7);
+  }
 };
 
 /// Stores dS of 32 query rows and 32 keys as 16 bytes per lane and 8 rows. It is in shared memory, a row for each key,

@@ -32,7 +32,8 @@ struct QueryRowStats {
 };
 constexpr int32_t kNoPosition = INT32_MIN;
 
-/// Where a query row begins: its addresses in Q and dO, and its element in the bias, kNoBias if it has none.
+/// Where a query row begins: its addresses in Q and dO, and the element of the bias that it and the first key of the
+/// block have, kNoBias if it has none.
 struct QueryRowPlace {
   const void* q;
   const void* dout;
@@ -95,6 +96,8 @@ struct AttendingQueries {
 /// Segments of a block of kHeld packed query rows that begins at SequenceSegment::first.
 template <int kHeld>
 struct HeldQueries {
+  static constexpr int kRows = kHeld;
+
   /// Fills in the segment of the sequence in `tile`; `columns` is empty if it has no row in the block or attends to no
   /// key.
   static __device__ __forceinline__ void describe(const AttentionParams& params, QoTile tile, int32_t first,
@@ -131,6 +134,8 @@ struct HeldQueries {
 /// Segments of a block of kHeld rows of K and V that begins at SequenceSegment::first.
 template <int kHeld>
 struct HeldKeys {
+  static constexpr int kRows = kHeld;
+
   /// As HeldQueries::describe. Only keys that some query attends to belong to the segment: the gradients of the others
   /// are zero.
   static __device__ __forceinline__ void describe(const AttentionParams& params, QoTile tile, int32_t first,

@@ -47,7 +47,7 @@ struct BackwardShape : tiles::AttentionBwd<Gradient, Shape, sizeof(T), kHeadDim_
   static constexpr bool kHasBias = std::is_same_v<Shape, tiles::shape_bias> ||
                                    std::is_same_v<Shape, tiles::shape_bias_large> ||
                                    std::is_same_v<Shape, tiles::shape_bias_aligned>;
-  /// Whether rows of the bias, and of its gradient in dQ, begin with chunks of 16 bytes (aligned_bias.cuh).
+  /// Whether rows of the bias begin with chunks of 16 bytes, or are shifted so (aligned_bias.cuh).
   static constexpr bool kHasAlignedBias = std::is_same_v<Shape, tiles::shape_bias_aligned>;
   using Keys = std::conditional_t<kHasAlignedBias && !kHoldsKeys, KeysOfLanes, KeysInOrder>;
   static constexpr int kWarps = Config::kRowWarps * Config::kColumnWarps, kThreads = 32 * kWarps;

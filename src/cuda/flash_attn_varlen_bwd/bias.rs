@@ -56,19 +56,24 @@ pub(super) fn params(
     } else {
         SummingKernel::of(problem, bias, backward).tiles_per_cta(&problem.forward, bias, device)
     };
+    let dbias = problem.dbias.map_or(null_mut(), |dbias| dbias.data.cast());
     Ok(BiasBackwardParams {
         backward: *backward,
         bias: BiasSource::new(bias, q_bytes)?,
-        dbias: problem.dbias.map_or(null_mut(), |dbias| dbias.data.cast()),
+        dbias,
         seqs: bias.seqs as i32,
         heads: bias.heads as i32,
         dbias_is_f32: i32::from(problem.dbias.is_some_and(|dbias| dbias.dtype == DType::F32)),
         dq_stores_dbias: i32::from(stored_dbias(problem).is_some() && !ds.are_stored()),
         tiles_per_cta: tiles_per_cta as i32,
-        dq_clears_dbias: i32::from(!ds.are_stored()),
+        dq_clears_dbias: i32::from(ds.data != dbias),
         dbias_keys: bias.keys as i32,
         dbias_stages: aligned_stages(device),
         dbias_warps_per_row: sum_grid.warps_per_row as i32,
+        key_period: problem.num_keys as i32,
+        query_period: problem.forward.num_rows as i32,
+        key_blocks_alternate: 0,
+        query_blocks_alternate: 0,
         reserved: 0,
         ds,
     })
@@ -85,8 +90,7 @@ pub(super) fn stored_dbias<'p>(problem: &FlashAttnVarlenBwd<'p>) -> Option<Tenso
     problem.dbias.filter(|_| main_kernel_stores_it(&problem.forward, bias))
 }
 
-/// Whether a row of the bias, and of the gradient that the kernel for dQ stores, begins with a chunk of 16 bytes and has
-/// elements of q's type.
+/// Whether a row of the bias, and of its gradient if that is dS, begins with a chunk of 16 bytes and has elements of q's type.
 pub(super) fn is_aligned(problem: &FlashAttnVarlenBwd, bias: &Bias) -> bool {
     let dtype = problem.forward.q.dtype;
     bias.dtype == dtype
@@ -101,9 +105,9 @@ pub(super) fn aligned_head_dim(forward: &Attention) -> Option<&'static str> {
     ALIGNED_HEAD_DIMS.iter().find(|(bucket, _)| is_built && *bucket >= dim).map(|(_, value)| *value)
 }
 
-/// The call's bias in the workspace, from `delta` of all rows on, in rows that begin with chunks. `None` if its rows do, if no kernel
-/// needs that, or without room.
-pub(super) fn copied(problem: &FlashAttnVarlenBwd, delta: *mut f32) -> Option<PaddedBias> {
+/// The call's bias in the workspace, from `delta` of all rows on, in rows that begin with chunks, or the place of dS in such rows. `None` if
+/// its rows do, if no kernel needs that, or without room.
+pub(super) fn padded(problem: &FlashAttnVarlenBwd, delta: *mut f32) -> Option<PaddedBias> {
     let forward = &problem.forward;
     let (bias, dtype) = (forward.score.bias.as_ref()?, forward.q.dtype);
     aligned_head_dim(forward).filter(|_| !is_aligned(problem, bias))?;

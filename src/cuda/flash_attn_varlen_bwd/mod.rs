@@ -12,6 +12,7 @@ mod hopper_bias;
 mod hopper_wide;
 mod key_ranges;
 mod portable;
+mod row_blocks;
 mod score_gradients;
 mod sum_grid;
 mod tensor_maps;

@@ -3,12 +3,13 @@
 //! `attention_bwd_dq` comes first: it stores delta of each query row in the workspace for the others, if that has room. With a bias,
 //! `attention_bwd_delta` may do that instead.
 
+use super::row_blocks::RowBlocks;
 use super::{Launch, Parameter, bias, score_gradients, sinks};
 use crate::cuda::attention::tiles::transforms_logits;
 use crate::cuda::device::Device;
 use crate::cuda::enqueue::LaunchConfig;
 use crate::cuda::params::attention_bwd::BackwardParams;
-use crate::cuda::params::bias::{BiasBackwardParams, ScoreGradients};
+use crate::cuda::params::bias::{BiasBackwardParams, DQ_FROM_DS_ROWS, ScoreGradients};
 use crate::cuda::params::key_ranges::{KeyRangeBackwardParams, KeyRangeSource};
 use crate::cuda::tiles::{ATTENTION_BWD, AttentionBwdTile};
 use crate::cuda::variants;
@@ -19,10 +20,13 @@ use crate::tensor::Tensor;
 use std::ptr::null_mut;
 use std::rc::Rc;
 
+const QUERY_KERNEL: &str = "attention_bwd_dq";
+const KEY_KERNEL: &str = "attention_bwd_dkdv";
+
 /// How the shapes of tiles begin that serve only calls that no other shape serves.
 const OWN_SHAPES: [&str; 2] = ["key_ranges", "bias"];
 
-/// The shape for a bias whose rows begin with chunks of 16 bytes. Other shapes serve it too.
+/// The shape for a bias whose rows begin with chunks of 16 bytes; in dK and dV for others too, if dS is stored. Other shapes serve them too.
 const ALIGNED_BIAS: &str = "bias_aligned";
 
 /// The shape of the tiles for a call with bounds of rows or with a bias.
@@ -50,8 +54,8 @@ fn bytes(workspace: &Tensor) -> usize {
 
 impl AttentionBwdTile {
     /// Rows that a CTA holds: packed query rows (dQ) or keys (dK and dV).
-    fn held(&self) -> u64 {
-        u64::from(16 * self.row_tiles * self.row_warps)
+    fn held(&self) -> usize {
+        (16 * self.row_tiles * self.row_warps) as usize
     }
 
     fn threads(&self) -> u32 {
@@ -67,10 +71,11 @@ impl AttentionBwdTile {
 }
 
 /// The variant of `kernel` for a call and its tile: among those of the smallest sufficient head dimension the first one of
-/// the table that fits the device, without a logits transform if the call has none and such a variant is built.
+/// the table that fits the device, without a logits transform if the call has none and such a variant is built. `bias_shape` may be that
+/// for the rows of the bias.
 fn variant(
     forward: &Attention,
-    has_aligned_bias: bool,
+    bias_shape: Option<&str>,
     device: &Device,
     kernel: &str,
     gradient: &str,
@@ -79,7 +84,8 @@ fn variant(
     let tiles = ATTENTION_BWD.iter().filter(|t| t.gradient == gradient && t.bytes as usize == dtype.size());
     let own = own_shape(forward);
     let tiles = tiles.filter(|t| own == OWN_SHAPES.into_iter().find(|shape| t.shape.starts_with(shape)));
-    let tiles = tiles.filter(|t| t.head_dim as usize >= dim && (has_aligned_bias || t.shape != ALIGNED_BIAS));
+    let takes = |shape: &str| shape != ALIGNED_BIAS || bias_shape == Some(shape);
+    let tiles = tiles.filter(|t| t.head_dim as usize >= dim && takes(t.shape));
     let needed = tiles.clone().map(|t| t.bytes_for(forward)).min().unwrap_or(0);
     let tiles = tiles.filter(|t| t.bytes_for(forward) <= device.shared_memory);
     let bucket = tiles.clone().map(|t| t.head_dim).min();
@@ -101,19 +107,18 @@ fn variant(
         })
 }
 
-/// The launch that computes a gradient of `rows` rows per KV head; `None` if there are no rows.
+/// The launch that computes a gradient of blocks of rows per KV head; `None` if there are no rows.
 fn gradient_launch<'p>(
     problem: &FlashAttnVarlenBwd,
     device: &Device,
-    gradient: &'static str,
-    rows: usize,
+    (gradient, bias_shape): (&'static str, Option<&str>),
+    blocks: RowBlocks,
     parameter: Parameter<'p>,
 ) -> Result<Option<Launch<'p>>> {
     let forward = &problem.forward;
-    let kernel = if gradient == "dq" { "attention_bwd_dq" } else { "attention_bwd_dkdv" };
-    let has_aligned_bias = forward.score.bias.as_ref().is_some_and(|of| bias::is_aligned(problem, of));
-    let (variant, tile) = variant(forward, has_aligned_bias, device, kernel, gradient)?;
-    let ctas = (rows as u64).div_ceil(tile.held()) * forward.num_kv_heads as u64;
+    let kernel = if gradient == "dq" { QUERY_KERNEL } else { KEY_KERNEL };
+    let (variant, tile) = variant(forward, bias_shape, device, kernel, gradient)?;
+    let ctas = blocks.count(tile.held()) as u64 * forward.num_kv_heads as u64;
     if ctas > i32::MAX as u64 {
         return Err(Error::unimplemented(format!("{gradient} takes {ctas} blocks; a grid has up to 2^31 - 1")));
     }
@@ -122,42 +127,56 @@ fn gradient_launch<'p>(
     Ok((ctas > 0).then(|| Launch::new(kernel, variant, config, parameter)))
 }
 
+/// The CTAs that run at a time.
+fn places(device: &Device, ctas_per_sm: u32) -> usize {
+    (device.sms * ctas_per_sm) as usize
+}
+
 /// The launches of a call; never `None`, because these kernels support every call.
 pub(super) fn launches<'p>(problem: &'p FlashAttnVarlenBwd, device: Device) -> Result<Option<Vec<Launch<'p>>>> {
     let delta = delta(problem);
-    let copy = bias::copied(problem, delta);
+    let padded = bias::padded(problem, delta);
+    // The kernel that stores dS of each pair's own bias reads that in any rows; a padded one is the place of dS alone.
+    let copy = padded.filter(|_| bias::stored_dbias(problem).is_none());
     // The call as the kernels for its gradients see it.
-    let mut call = copy.map_or(*problem, |copy| bias::with_copy(problem, &copy));
-    let ds = ScoreGradients::of(&call, copy.as_ref(), delta);
-    // Without dS the kernel for dQ stores the gradient of a copied bias in the place of the copy.
-    let stored_copy = copy.filter(|_| !ds.are_stored()).zip(bias::stored_dbias(&call));
-    if let Some((copy, dbias)) = stored_copy {
-        call.dbias = Some(Tensor { data: copy.gradient_place(&dbias), ..dbias });
-    }
+    let call = copy.map_or(*problem, |copy| bias::with_copy(problem, &copy));
+    let ds = ScoreGradients::of(&call, padded.as_ref(), delta);
     let (forward, ranges) = (&call.forward, &call.forward.queries.key_ranges);
+    let original = problem.forward.score.bias.as_ref();
+    let all = [call.num_keys, forward.num_rows].map(RowBlocks::of_all);
+    let [keys, queries] = original.map_or(all, |original| RowBlocks::of_bias(problem, original));
+    let group = forward.num_q_heads / forward.num_kv_heads;
+    let query_shape = forward.score.bias.as_ref().filter(|of| bias::is_aligned(&call, of)).map(|_| ALIGNED_BIAS);
+    let key_shape = query_shape.or(ds.are_stored().then_some(ALIGNED_BIAS));
     let backward = BackwardParams::new(&call, &device, delta)?;
-    let parameter = if let Some(of) = &forward.score.bias {
-        let dbias_keys = problem.forward.score.bias.map_or(0, |original| original.keys as i32);
-        Parameter::Bias(Rc::new(BiasBackwardParams { dbias_keys, ..bias::params(&call, of, &backward, ds, &device)? }))
+    let parameter = if let Some((of, original)) = forward.score.bias.as_ref().zip(original) {
+        let key_tile = variant(forward, key_shape, &device, KEY_KERNEL, "dkdv")?.1;
+        let keys_alternate = keys.alternate(forward, key_tile.held(), places(&device, key_tile.ctas_per_sm));
+        let queries_alternate = ds.are_stored() && {
+            let ctas_per_sm = score_gradients::dq_tile(forward)?.ctas_per_sm;
+            queries.packed(group).alternate(forward, DQ_FROM_DS_ROWS as usize, places(&device, ctas_per_sm))
+        };
+        Parameter::Bias(Rc::new(BiasBackwardParams {
+            dbias_keys: original.keys as i32,
+            key_period: keys.period as i32,
+            query_period: queries.period as i32,
+            key_blocks_alternate: i32::from(keys_alternate),
+            query_blocks_alternate: i32::from(queries_alternate),
+            ..bias::params(&call, of, &backward, ds, &device)?
+        }))
     } else if ranges.is_none() {
         Parameter::Portable(Rc::new(backward))
     } else {
         Parameter::KeyRanges(Rc::new(KeyRangeBackwardParams { backward, ranges: KeyRangeSource::new(ranges) }))
     };
-    let packed_rows = forward.num_rows * (forward.num_q_heads / forward.num_kv_heads);
     let [clearing, summing] = bias::launches(&call, &device, &backward, ds, &parameter)?;
-    let dq = gradient_launch(&call, &device, "dq", packed_rows, parameter.clone())?;
-    let dkdv = gradient_launch(&call, &device, "dkdv", call.num_keys, parameter.clone())?;
-    let copying_back = stored_copy.map(|(copy, dbias)| copy.gradient_launch(&dbias, Parameter::CopyRows));
-    let copying_back = copying_back.transpose()?.flatten();
+    let all_rows = all[1].packed(group);
+    let dq = gradient_launch(&call, &device, ("dq", query_shape), all_rows, parameter.clone())?;
+    let dkdv = gradient_launch(&call, &device, ("dkdv", key_shape), keys, parameter.clone())?;
     let copying = copy.map(|copy| copy.copy_launch(Parameter::CopyRows)).transpose()?.flatten();
-    // The kernel for dQ stores dbias in the place of the copy, which the one for dK and dV reads.
-    let gradients = if copying_back.is_some() {
-        [bias::delta_launch(forward, parameter.clone())?, dkdv, dq, copying_back]
-    } else {
-        let dq_from_ds = ds.are_stored().then(|| score_gradients::dq_launch(forward, parameter.clone()));
-        [dq, dkdv, dq_from_ds.transpose()?.flatten(), summing]
-    };
+    let dq_from_ds =
+        ds.are_stored().then(|| score_gradients::dq_launch(forward, queries.packed(group), parameter.clone()));
+    let gradients = [dq, dkdv, dq_from_ds.transpose()?.flatten(), summing];
     // Where dQ is computed from dS, the kernel for dQ computes delta only if it has sequences with pairs past the bias.
     let stores_delta = ds.are_stored() && !backward.delta.is_null();
     let delta = stores_delta.then(|| bias::delta_launch(forward, parameter.clone())).transpose()?.flatten();
@@ -174,7 +193,7 @@ mod tests {
     use crate::problem::attention::{Bias, KeyRanges, Queries, Score};
     use crate::tensor::DType;
 
-    const KERNELS: [(&str, &str); 2] = [("attention_bwd_dq", "dq"), ("attention_bwd_dkdv", "dkdv")];
+    const KERNELS: [(&str, &str); 2] = [(QUERY_KERNEL, "dq"), (KEY_KERNEL, "dkdv")];
 
     #[test]
     fn every_head_dimension_finds_a_kernel_on_every_gpu() {
@@ -208,7 +227,7 @@ mod tests {
                         let score = Score { bias, ..attention.score };
                         let problem = Attention { queries, score, head_dim, value_dim, ..attention };
                         let (found, tile) =
-                            variant(&problem, false, &device, kernel, gradient).expect("there is a kernel");
+                            variant(&problem, None, &device, kernel, gradient).expect("there is a kernel");
                         assert!(tile.head_dim as usize >= dim && tile.shared_bytes <= shared_memory, "{tile:?}");
                         let name = variants::VARIANTS[found].name;
                         assert!(!capped || name.ends_with("_softcap_alibi"), "{name}");
@@ -224,18 +243,18 @@ mod tests {
     fn an_aligned_bias_of_16_bits_has_kernels_of_its_own_up_to_128_columns_without_a_soft_cap() {
         let plain = problem(64, 1, 8, 64);
         let bias = Bias { data: std::ptr::null(), dtype: plain.q.dtype, seqs: 1, heads: 1, rows: 8, keys: 8 };
-        let shape = |head_dim, softcap, is_aligned| {
+        let shape = |head_dim, softcap, bias_shape| {
             let problem = Attention { score: Score { bias: Some(bias), softcap, ..plain.score }, head_dim, ..plain };
             let device = Device { shared_memory: 99 * 1024, ..device(false) };
             KERNELS.map(|(kernel, gradient)| {
-                variant(&problem, is_aligned, &device, kernel, gradient).expect("there is a kernel").1.shape
+                variant(&problem, bias_shape, &device, kernel, gradient).expect("there is a kernel").1.shape
             })
         };
-        assert_eq!(shape(64, 0.0, true), [ALIGNED_BIAS; 2]);
-        assert_eq!(shape(128, 0.0, true), [ALIGNED_BIAS; 2]);
-        assert_eq!(shape(128, 0.0, false), ["bias"; 2]);
-        assert_eq!(shape(128, 1.0, true), ["bias"; 2]);
-        assert_eq!(shape(192, 0.0, true), ["bias"; 2]);
+        assert_eq!(shape(64, 0.0, Some(ALIGNED_BIAS)), [ALIGNED_BIAS; 2]);
+        assert_eq!(shape(128, 0.0, Some(ALIGNED_BIAS)), [ALIGNED_BIAS; 2]);
+        assert_eq!(shape(128, 0.0, None), ["bias"; 2]);
+        assert_eq!(shape(128, 1.0, Some(ALIGNED_BIAS)), ["bias"; 2]);
+        assert_eq!(shape(192, 0.0, Some(ALIGNED_BIAS)), ["bias"; 2]);
     }
 
     #[test]
@@ -256,13 +275,12 @@ mod tests {
         let [dq, dkdv, from_ds] = ["attention_bwd_dq", "attention_bwd_dkdv", "attention_bwd_dq_from_ds"];
         let sums = "attention_bwd_dbias_aligned";
         let delta = "attention_bwd_delta";
-        assert_eq!(kernels(own, &[BYTES], 0.0), [copy, clear, delta, dkdv, dq, copy]);
+        assert_eq!(kernels(own, &[BYTES], 0.0), [clear, delta, dq, dkdv, from_ds]);
         assert_eq!(kernels(aligned, &[BYTES], 0.0), [clear, delta, dq, dkdv, from_ds]);
         assert_eq!(kernels(shared, &[BYTES], 0.0), [copy, dq, dkdv, sums]);
         assert_eq!(kernels(Bias { keys: 24, ..shared }, &[BYTES], 0.0), [dq, dkdv, sums]);
         // With room for dS, after that for the copy.
         let sum = "attention_bwd_dbias_sum";
-        assert_eq!(kernels(own, &[ALL], 0.0), [copy, delta, dq, dkdv, from_ds, sum]);
         assert_eq!(kernels(shared, &[ALL], 0.0), [copy, delta, dq, dkdv, from_ds, sum]);
         assert_eq!(kernels(Bias { keys: 24, ..shared }, &[ALL], 0.0), [delta, dq, dkdv, from_ds, sum]);
         assert_eq!(kernels(Bias { seqs: 7, heads: 1, ..shared }, &[ALL], 0.0), [copy, delta, dq, dkdv, from_ds, sum]);
@@ -284,7 +302,7 @@ mod tests {
         let plain = problem(64, 1, 8, 264);
         let problem = Attention { q: Tensor { dtype: DType::F32, ..plain.q }, kv_dtype: DType::F32, ..plain };
         let device = Device { shared_memory: 99 * 1024, ..device(false) };
-        let error = variant(&problem, false, &device, KERNELS[0].0, KERNELS[0].1).expect_err("they do not fit");
+        let error = variant(&problem, None, &device, KERNELS[0].0, KERNELS[0].1).expect_err("they do not fit");
         let expected =
             "attention_bwd_dq for f32 and head dimension 264 needs 131432 bytes of shared memory; this GPU has 101376";
         assert!(error.to_string().contains(expected), "{error}");
@@ -296,7 +314,7 @@ mod tests {
             let problem = problem(64, 1, 8, head_dim);
             let device = Device { shared_memory: kilobytes * 1024, ..device(false) };
             let (kernel, gradient) = KERNELS[usize::from(gradient)];
-            variants::VARIANTS[variant(&problem, false, &device, kernel, gradient).expect("there is a kernel").0].name
+            variants::VARIANTS[variant(&problem, None, &device, kernel, gradient).expect("there is a kernel").0].name
         };
         assert_eq!(named(128, 99, false), "attention_bwd_dq_bf16_128_small_none");
         assert_eq!(named(64, 99, true), "attention_bwd_dkdv_bf16_64_small_none");

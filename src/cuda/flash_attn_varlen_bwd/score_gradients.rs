@@ -2,6 +2,7 @@
 //! gradient of a shared bias from it.
 
 use super::bias::{self, aligned_head_dim, is_aligned};
+use super::row_blocks::RowBlocks;
 use super::{Launch, Parameter};
 use crate::cuda::padded_bias::PaddedBias;
 use crate::cuda::params::bias::{DQ_FROM_DS_ROWS, ScoreGradients};
@@ -10,7 +11,7 @@ use crate::cuda::variants;
 use crate::error::{Error, Result};
 use crate::problem::attention::Attention;
 use crate::problem::flash_attn_varlen_bwd::FlashAttnVarlenBwd;
-use crate::problem::workspace::{score_gradient_bytes, score_gradient_columns, sums_copied_gradient};
+use crate::problem::workspace::{score_gradient_bytes, score_gradient_columns};
 use std::ptr::null_mut;
 
 const DQ_KERNEL: &str = "attention_bwd_dq_from_ds";
@@ -18,30 +19,28 @@ const DQ_KERNEL: &str = "attention_bwd_dq_from_ds";
 impl ScoreGradients {
     pub(super) const NONE: Self = Self { data: null_mut(), pitch: 0, has_token_rows: 0 };
 
-    /// Where the call stores dS, if it has the gradient of a bias and the kernels for aligned rows take it: in place of the gradient
-    /// where that is dS and begins its rows with chunks; where sequences or heads share the bias, or past 64 columns if it is a `copy`,
-    /// after `delta` and that copy in the workspace, if it has room.
-    pub(super) fn of(call: &FlashAttnVarlenBwd, copy: Option<&PaddedBias>, delta: *mut f32) -> Self {
+    /// Where the call stores dS, if it has the gradient of a bias and the kernels for aligned rows take it. Where that gradient is dS, it is
+    /// stored in its place, or, if its rows do not begin with chunks, in those of `padded`; where sequences or heads share the bias, after
+    /// `delta` and the copy of the bias in the workspace, which `padded` then is, if it has room.
+    pub(super) fn of(call: &FlashAttnVarlenBwd, padded: Option<&PaddedBias>, delta: *mut f32) -> Self {
         let forward = &call.forward;
         let (Some(bias), Some(dbias)) = (&forward.score.bias, &call.dbias) else { return Self::NONE };
-        if aligned_head_dim(forward).is_none() || !is_aligned(call, bias) {
+        let is_own = bias::stored_dbias(call).is_some();
+        if aligned_head_dim(forward).is_none() || !(is_aligned(call, bias) || (is_own && padded.is_some())) {
             return Self::NONE;
         }
-        if bias::stored_dbias(call).is_some() {
-            if copy.is_none() {
-                return Self { data: dbias.data.cast(), pitch: bias.keys as i32, has_token_rows: 0 };
-            }
-            if !sums_copied_gradient(forward.head_dim.max(forward.value_dim) as i64) {
-                return Self::NONE;
-            }
+        if is_own {
+            let (data, of) = padded.map_or((dbias.data, bias), |padded| (padded.gradient_place(dbias), &padded.bias));
+            return Self { data: data.cast(), pitch: of.keys as i32, has_token_rows: 0 };
         }
+        let copy = padded;
         let bytes = score_gradient_bytes(forward.num_q_heads, forward.num_rows, bias.keys);
         let place = bytes.and_then(|bytes| bias::place_after_delta(call, delta, copy, bytes));
         let (Some(pitch), Some(data)) = (score_gradient_columns(bias.keys), place) else { return Self::NONE };
         Self { data: data.cast(), pitch: pitch as i32, has_token_rows: 1 }
     }
 
-    /// Whether dbias is the sum of some of them, or a copy.
+    /// Whether dbias is a sum of them.
     pub(super) fn are_summed(&self) -> bool {
         self.has_token_rows != 0
     }
@@ -51,16 +50,22 @@ impl ScoreGradients {
     }
 }
 
-/// The launch that computes dQ of the sequences all of whose dS has been stored.
-pub(super) fn dq_launch<'p>(forward: &Attention, parameter: Parameter<'p>) -> Result<Option<Launch<'p>>> {
+/// The tile of the kernel that computes dQ from dS.
+pub(super) fn dq_tile(forward: &Attention) -> Result<&'static AttentionBwdDqFromDsTile> {
     let dim = forward.head_dim.max(forward.value_dim);
-    let tile: &AttentionBwdDqFromDsTile = ATTENTION_BWD_DQ_FROM_DS
-        .iter()
-        .find(|tile| tile.head_dim as usize >= dim)
-        .ok_or_else(|| Error::internal(format!("{DQ_KERNEL} is not built for head dimension {dim}")))?;
+    let tile = ATTENTION_BWD_DQ_FROM_DS.iter().find(|tile| tile.head_dim as usize >= dim);
+    tile.ok_or_else(|| Error::internal(format!("{DQ_KERNEL} is not built for head dimension {dim}")))
+}
+
+/// The launch that computes dQ of the sequences all of whose dS has been stored, from blocks of packed query rows.
+pub(super) fn dq_launch<'p>(
+    forward: &Attention,
+    blocks: RowBlocks,
+    parameter: Parameter<'p>,
+) -> Result<Option<Launch<'p>>> {
+    let tile = dq_tile(forward)?;
     let variant = variants::find(DQ_KERNEL, &[variants::dtype_value(forward.q.dtype), tile.head_dim_value])?;
-    let rows = forward.num_rows * (forward.num_q_heads / forward.num_kv_heads);
-    let ctas = rows.div_ceil(DQ_FROM_DS_ROWS as usize) * forward.num_kv_heads;
+    let ctas = blocks.count(DQ_FROM_DS_ROWS as usize) * forward.num_kv_heads;
     // A warp has 32 rows.
     let threads = DQ_FROM_DS_ROWS as u32 * tile.column_warps;
     bias::launch(DQ_KERNEL, variant, ctas, [threads, tile.shared_bytes], parameter)

@@ -53,8 +53,9 @@ pub struct BiasParams {
 
 /// dS of pairs of rows and keys in q's type, which `attention_bwd_dkdv_*_bias_aligned` stores for the kernels after it.
 ///
-/// A row is one of the bias, with its key 0 in column 0; or one of each query head and token, `[Hq, Tq]`. Then column 0 is the last key
-/// row of K, a multiple of 8, that is not after the sequence's first one: the chunks of 16 bytes are those of 8 rows of K that a thread has.
+/// A row is one of the bias, with its key 0 in column 0; or one of each query head and token, `[Hq, Tq]`. Then, unless blocks of keys begin
+/// with sequences, column 0 is the last key row of K, a multiple of 8, that is not after the sequence's first one: the chunks of 16 bytes are
+/// those of 8 rows of K that a thread has. Where the rows of the bias do not begin with chunks, dbias is a copy of these.
 #[derive(Clone, Copy)]
 #[repr(C)]
 pub struct ScoreGradients {
@@ -82,14 +83,21 @@ pub struct BiasBackwardParams {
     pub dq_stores_dbias: i32,
     /// Adjacent tiles of keys that a CTA of the kernel for dbias computes one after the other.
     pub tiles_per_cta: i32,
-    /// Whether the kernel for dQ also stores zeros to dbias where a row that attends to some keys does not attend to others.
+    /// Whether the kernel for dQ, or for dQ from dS, stores zeros to dbias where a row that attends to some keys does not attend to others.
     pub dq_clears_dbias: i32,
-    /// Keys of a row of dbias, which the bias has too unless its rows have been padded; the kernel for dQ stores padded rows.
+    /// Keys of a row of dbias, which the bias has too unless its rows have been padded.
     pub dbias_keys: i32,
     /// Stages of `attention_bwd_dbias_aligned`.
     pub dbias_stages: i32,
     /// Warps of `attention_bwd_dbias_sum` that divide the sequences and heads of a row: a power of two.
     pub dbias_warps_per_row: i32,
+    /// Rows of K after which blocks of keys begin anew (`RowBlocks`), if sequences begin with them; all if that is not worth it.
+    pub key_period: i32,
+    /// Likewise rows of q after which blocks of query rows of `attention_bwd_dq_from_ds` begin anew.
+    pub query_period: i32,
+    /// Whether blocks of all periods take turns.
+    pub key_blocks_alternate: i32,
+    pub query_blocks_alternate: i32,
     pub reserved: i32,
     pub ds: ScoreGradients,
 }
