@@ -51,7 +51,7 @@ class DbiasSum {
   }
 
   __device__ __forceinline__ void run() {
-    find_key_period<kDbiasSumThreads>(params_);
+    find_key_period<kDbiasSumThreads>(params_, [](int32_t) {});
     const int32_t live = live_sequences(forward_), own = matrix_ / params_.heads;
     const int32_t begin = params_.seqs == 1 ? 0 : min(own, live), end = params_.seqs == 1 ? live : min(own + 1, live);
     const int32_t end_key = min(first_key_ + params_.tiles_per_cta * kDbiasSumKeys, params_.bias.keys);

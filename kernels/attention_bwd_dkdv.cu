@@ -5,8 +5,8 @@
 // Compiled once for each combination of
 //   XA_DTYPE     f16, bf16, f32
 //   XA_HEAD_DIM  the bucket: D and Dv up to it run, padded with zeros in shared memory
-//   XA_SHAPE     large, small; key_ranges, bias, bias_aligned, bias_large: for query rows with bounds of their keys,
-//                with a bias (include/bwd/shape.cuh)
+//   XA_SHAPE     large, small; key_ranges, bias, bias_aligned, bias_shifted, bias_large: for query rows with bounds of
+//                their keys, with a bias (include/bwd/shape.cuh)
 //   XA_LOGITS    none, softcap_alibi (include/bwd/probabilities.cuh)
 // Launch: kThreads threads, a CTA per block of kHeld rows of K and KV head, Shape::kSharedBytes of dynamic shared
 // memory. Blocks are those of RowBlocks with a bias, else ceil(Tk / kHeld).
@@ -25,6 +25,7 @@
 #include "bwd/sequence_segment.cuh"
 #include "bwd/shape.cuh"
 #include "bwd/shape_params.cuh"
+#include "bwd/shifted_bias.cuh"
 #include "bwd/staged_bias.cuh"
 #include "bwd/stream.cuh"
 #include "element.cuh"
@@ -39,6 +40,7 @@ class KeyGradients {
   static constexpr int kTiles = Shape::kRowTiles, kBlocks = Shape::kChunk / 8, kColumnTiles = Shape::kColumns / 8;
   static constexpr int kSteps = Shape::kRowBytes / 32;
   using Scores = float[kTiles][kBlocks][4];
+  using BiasStage = std::conditional_t<Shape::kShiftsBias, ShiftedBiasStage<Shape, T>, AlignedBiasStage<Shape, T>>;
 
  public:
   __device__ __forceinline__ KeyGradients(const BackwardParamsOf<Shape>& params, uint8_t* shared)
@@ -52,7 +54,7 @@ class KeyGradients {
     const AttentionParams& forward = params_.forward;
     {
       const int32_t tile = blockIdx.x / forward.num_kv_heads, kv_head = blockIdx.x - tile * forward.num_kv_heads;
-      const int32_t first = first_row(tile);
+      const int32_t first = fetch_held(tile, kv_head);
       if (Shape::kHasBias && first >= forward.capacity) return;
       if (threadIdx.x == 0) {
         segment_.kv_head = kv_head;
@@ -60,8 +62,6 @@ class KeyGradients {
         segment_.clears_padding = 1;
         segment_.maxima = kStartsAscend;
       }
-      fetch_keys<T, Shape, Shape::kHeld>(params_, first, forward.capacity - first, kv_head, base_,
-                                         base_ + Shape::kHeldBytes);
     }
     __syncthreads();
     const auto clear_held = [&] {
@@ -85,15 +85,26 @@ class KeyGradients {
  private:
   using Held = std::conditional_t<Shape::kHasBias, HeldInBlock<HeldKeys<Shape::kHeld>>, HeldKeys<Shape::kHeld>>;
 
-  /// The first row of a block. All threads of the CTA call it.
-  __device__ __forceinline__ int32_t first_row(int32_t block) const {
+  /// Starts to copy the rows of a block of K and V. Returns the first of them; Tk or more if there is no such block.
+  /// All threads of the CTA call it.
+  __device__ __forceinline__ int32_t fetch_held(int32_t block, int32_t kv_head) const {
+    const int32_t capacity = params_.forward.capacity;
+    const auto fetch = [&](int32_t first) {
+      fetch_keys<T, Shape, Shape::kHeld>(params_, first, capacity - first, kv_head, base_, base_ + Shape::kHeldBytes);
+    };
     if constexpr (Shape::kHasBias) {
-      find_key_period<Shape::kThreads>(all_params_);
-      const RowBlocks<Shape::kHeld> blocks(params_.forward.capacity, key_period());
-      const int32_t first = blocks.first_row(block, all_params_.key_blocks_alternate != 0);
-      if (threadIdx.x == 0) block_rows() = blocks.count(first);
+      const bool alternate = all_params_.key_blocks_alternate != 0;
+      int32_t first;
+      // Whether sequences begin with blocks is known when the copies have been started.
+      find_key_period<Shape::kThreads>(all_params_, [&](int32_t period) {
+        const RowBlocks<Shape::kHeld> blocks(capacity, period);
+        first = blocks.first_row(block, alternate);
+        if (threadIdx.x == 0) block_rows() = blocks.count(first);
+        if (first < capacity) fetch(first);
+      });
       return first;
     } else {
+      fetch(block * Shape::kHeld);
       return block * Shape::kHeld;
     }
   }
@@ -131,14 +142,8 @@ class KeyGradients {
   __device__ __forceinline__ StagedBias<Shape, T> staged_bias(int stage) const {
     return {all_params_.bias, shared_ + Shape::kBiasOffset, stage, segment_.first_key};
   }
-  __device__ __forceinline__ AlignedBiasStage<Shape, T> aligned_bias(int stage) const {
-    return {shared_ + Shape::kBiasOffset + stage * AlignedBiasStage<Shape, T>::kBytes};
-  }
-  /// The end of the elements of the bias.
-  __device__ __forceinline__ int64_t end_of_bias() const {
-    const BiasSource& bias = all_params_.bias;
-    const uint32_t rows = all_params_.seqs * all_params_.heads * bias.rows;
-    return static_cast<int64_t>(static_cast<uint64_t>(rows) * static_cast<uint32_t>(bias.keys));
+  __device__ __forceinline__ BiasStage aligned_bias(int stage) const {
+    return {shared_ + Shape::kBiasOffset + stage * BiasStage::kBytes};
   }
   /// The index in the bias of a query row of the segment's sequence.
   __device__ __forceinline__ BiasRowIndex bias_row_of(int32_t head, int32_t query) const {
@@ -173,8 +178,12 @@ class KeyGradients {
     if constexpr (Shape::kHasPlaces) {
       const QueryRowPlace* const places = row_places(first);
       fetch_placed_queries<T, Shape, Shape::kBlock>(params_, places, count, to, to + Shape::kBlockBytes);
-      aligned_bias(stage).fetch(all_params_.bias, end_of_bias(), segment_.first_key,
-                                [&](int32_t row) { return places[row].bias; });
+      const auto row_of = [&](int32_t row) { return places[row].bias; };
+      if constexpr (Shape::kShiftsBias) {
+        aligned_bias(stage).fetch(all_params_, segment_.first_key, row_of);
+      } else {
+        aligned_bias(stage).fetch(all_params_.bias, segment_.first_key, row_of);
+      }
       find_places(first + Shape::kBlock);
     } else {
       const QueryBlock block = rows();
@@ -236,8 +245,7 @@ class KeyGradients {
         places[index].dout =
             static_cast<const T*>(params_.dout) + token * params_.dout_token_stride + head * params_.dout_head_stride;
       } else {
-        const int64_t row_of_bias = exists ? bias_row(all_params_.bias, bias_row_of(head, query)) : kNoBias;
-        places[index].bias = row_of_bias == kNoBias ? kNoBias : row_of_bias + segment_.first_key;
+        places[index].bias = exists ? bias_row(all_params_.bias, bias_row_of(head, query)) : kNoBias;
       }
     }
   }
@@ -246,10 +254,12 @@ class KeyGradients {
   /// one get probabilities of 0.
   __device__ __forceinline__ void wait_for(int32_t first, int stage) const {
     ptx::cp_async_wait<0>();
-    if constexpr (Shape::kHasAlignedBias) {
+    if constexpr (Shape::kShiftsBias) {
       const QueryRowPlace* const places = row_places(first);
       aligned_bias(stage).settle(all_params_.bias, segment_.first_key, segment_.tile.len_k,
                                  [&](int32_t row) { return places[row].bias; });
+    } else if constexpr (Shape::kHasAlignedBias) {
+      aligned_bias(stage).settle(segment_.first_key);
     }
     const int32_t index_in_block = ptx::thread();
     if (index_in_block >= Shape::kBlock) return;
@@ -375,8 +385,8 @@ class KeyGradients {
       // In place of the bias of these pairs, which the warp has read.
       static_assert(Shape::kChunk == Shape::kWarpRows);
       constexpr int kPitch = Shape::template kStagedPitch<T>;
-      uint8_t* const staged = shared_ + Shape::kBiasOffset + stage * AlignedBiasStage<Shape, T>::kBytes +
-                              own_chunk * kPitch + warp_row * sizeof(T);
+      uint8_t* const staged =
+          shared_ + Shape::kBiasOffset + stage * BiasStage::kBytes + own_chunk * kPitch + warp_row * sizeof(T);
       __syncwarp();
       stage_score_gradients<T, kPitch>(staged, ds);
       __syncwarp();

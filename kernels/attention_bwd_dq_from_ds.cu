@@ -76,7 +76,7 @@ class QueryGradientsFromDs {
 
   __device__ __forceinline__ void run() {
     const AttentionParams& forward = params_.forward;
-    find_key_period<Shape::kThreads>(all_params_);
+    find_key_period<Shape::kThreads>(all_params_, [](int32_t) {});
     if (threadIdx.x == 0) {
       const RowBlocks<Shape::kHeld> blocks(forward.num_tokens * forward.group,
                                            all_params_.query_period * forward.group);

@@ -405,8 +405,10 @@ mod on_their_own_gpu {
             let summing = format!("attention_bwd_dbias_aligned_bf16_{head_dim} with");
             run_portable(&BatchSpec { bias: Some(BiasForm::SHARED), ..odd.clone() }, &[&of_shape, &summing]);
             let own = BatchSpec { bias: Some(BiasForm::OWN), ..odd };
+            let rows = if keys == 301 { "shifted" } else { "aligned" };
+            let dkdv = format!("attention_bwd_dkdv_bf16_{head_dim}_bias_{rows}_none with");
             let from_ds = format!("attention_bwd_dq_from_ds_bf16_{head_dim} with");
-            run_portable(&own, &["attention_bwd_delta_bf16 with", &from_ds]);
+            run_portable(&own, &["attention_bwd_delta_bf16 with", &dkdv, &from_ds]);
         }
         let short = vec![(3, 40); 40];
         runs_kernel(

@@ -77,6 +77,7 @@ class AlignedBias {
 /// dK and dV: the bias of a block's query rows and of the keys that the CTA holds, in shared memory at `memory`.
 template <typename Shape, typename T>
 class AlignedBiasStage {
+ protected:
   static constexpr int kElements = 16 / static_cast<int>(sizeof(T)), kChunks = Shape::kStagedKeys / kElements;
   static constexpr int kPitch = Shape::template kStagedPitch<T>;
 
@@ -85,66 +86,56 @@ class AlignedBiasStage {
 
   __device__ __forceinline__ AlignedBiasStage(uint8_t* memory) : memory_(ptx::shared_address(memory)) {}
 
-  /// Starts to copy the bias of the keys from `first_key` on, any number, of the rows in which that key is element
-  /// `element_of(row)`; zeros for kNoBias. All threads of the CTA call it. Unless these keys begin with a chunk in each
-  /// row, the chunks are copied in which the part of a row lies, one more than it has, for `settle`. `end` is the end
-  /// of all rows.
-  template <typename ElementOf>
-  __device__ __forceinline__ void fetch(const BiasSource& source, int64_t end, int32_t first_key,
-                                        const ElementOf& element_of) const {
-    const int32_t thread = ptx::thread(), first = thread / kChunks, chunk = thread % kChunks;
+  /// Starts to copy the bias of the keys from `first_key` on, any number, of the rows whose first elements are
+  /// `row_of(row)`; zeros for kNoBias. All threads of the CTA call it. The keys of a sequence may begin at any row of
+  /// K, so `first_key` need not be a multiple of a chunk: then the chunks are copied in which the part of a row lies,
+  /// one more than it has, for `settle`.
+  template <typename RowOf>
+  __device__ __forceinline__ void fetch(const BiasSource& source, int32_t first_key, const RowOf& row_of) const {
+    constexpr int kStep = Shape::kThreads / kChunks;
+    static_assert(Shape::kThreads % kChunks == 0 && Shape::kStagedRows % kStep == 0);
+    const int32_t thread = ptx::thread(), first = thread / kChunks, shift = first_key & (kElements - 1);
+    const int32_t key = first_key - shift + thread % kChunks * kElements;
+    const uint32_t to = memory_ + first * kPitch + thread % kChunks * 16;
+    const auto has = [&](int32_t at) { return static_cast<uint32_t>(at) < static_cast<uint32_t>(source.keys); };
     const T* const data = static_cast<const T*>(source.data);
-    if (begin_with_chunk(source, first_key)) {
-      const bool inside = static_cast<uint32_t>(first_key + chunk * kElements) < static_cast<uint32_t>(source.keys);
-      const uint32_t to = memory_ + first * kPitch + chunk * 16;
+    if (shift == 0) {
+      const bool inside = has(key);
 #pragma unroll
       for (int32_t i = 0; i < Shape::kStagedRows; i += kStep) {
-        const int64_t element = element_of(first + i);
-        const bool exists = inside && element != kNoBias;
-        ptx::cp_async_16(to + i * kPitch, data + (exists ? element + chunk * kElements : 0), exists);
+        const int64_t row = row_of(first + i);
+        const bool exists = inside && row != kNoBias;
+        ptx::cp_async_16(to + i * kPitch, data + (exists ? row + key : 0), exists);
       }
       return;
     }
-    const auto copy = [&](int32_t row, int32_t index) {
-      const int64_t element = element_of(row), from = element - (element & (kElements - 1)) + index * kElements;
-      // The chunk's first key, and whether some key of it has a bias.
-      const int32_t key = first_key - shift_of(element) + index * kElements;
-      const bool exists = element != kNoBias && key < source.keys && key + kElements > 0;
-      const uint32_t to = memory_ + row * kPitch + index * 16;
-      if (exists && key + kElements > source.keys && from + kElements > end) {
-        copy_elements(to, data + from, static_cast<int32_t>(end - from));
-      } else {
-        ptx::cp_async_16(to, data + (exists ? from : 0), exists);
-      }
-    };
+    const bool is_last = thread % kChunks == kChunks - 1;
 #pragma unroll 2
-    for (int32_t i = 0; i < Shape::kStagedRows; i += kStep) copy(first + i, chunk);
-    // The last chunks of the warp's rows.
-    constexpr int kWarpRows = 32 / kChunks;
-    const int32_t lane = thread % 32;
-    if (lane < Shape::kStagedRows / kStep * kWarpRows) {
-      copy(lane / kWarpRows * kStep + thread / 32 * kWarpRows + lane % kWarpRows, kChunks);
+    for (int32_t i = 0; i < Shape::kStagedRows; i += kStep) {
+      const int64_t row = row_of(first + i);
+      const auto copy = [&](uint32_t to_chunk, int32_t at) {
+        const bool exists = has(at) && row != kNoBias;
+        ptx::cp_async_16(to_chunk, data + (exists ? row + at : 0), exists);
+      };
+      copy(to + i * kPitch, key);
+      if (is_last) copy(to + i * kPitch + 16, key + kElements);
     }
   }
-  /// Shifts what `fetch` has copied, if the keys do not begin with a chunk, when this thread's copies are complete, and
-  /// sets the bias of keys past the last one to 0 if the sequence, of `len_k` keys, has such. All threads of the CTA
-  /// call it; a warp has whole rows.
-  template <typename ElementOf>
-  __device__ __forceinline__ void settle(const BiasSource& source, int32_t first_key, int32_t len_k,
-                                         const ElementOf& element_of) const {
-    if (begin_with_chunk(source, first_key)) return;
-    const int32_t thread = ptx::thread(), first = thread / kChunks, chunk = thread % kChunks;
-    const uint32_t from = memory_ + first * kPitch + chunk * 16;
-    // Elements of this thread's chunks past the last key are those of other rows.
-    const int32_t keys = len_k > source.keys ? source.keys - first_key - chunk * kElements : kElements;
+  /// Shifts what `fetch` has copied, if `first_key` is not a multiple of a chunk, when this thread's copies are
+  /// complete. All threads of the CTA call it; a warp has whole rows.
+  __device__ __forceinline__ void settle(int32_t first_key) const {
+    const int32_t shift = first_key & (kElements - 1);
+    if (shift == 0) return;
+    static_assert(32 % kChunks == 0);
+    constexpr int kStep = Shape::kThreads / kChunks;
+    const int32_t thread = ptx::thread();
+    const uint32_t from = memory_ + thread / kChunks * kPitch + thread % kChunks * 16;
     __syncwarp();
 #pragma unroll 2
     for (int32_t i = 0; i < Shape::kStagedRows; i += kStep) {
-      const int32_t shift = shift_of(element_of(first + i));
-      const uint4 one = ptx::load_shared_16(from + i * kPitch), next = ptx::load_shared_16(from + i * kPitch + 16);
+      const uint4 first = ptx::load_shared_16(from + i * kPitch), second = ptx::load_shared_16(from + i * kPitch + 16);
       __syncwarp();
-      ptx::store_shared_16(from + i * kPitch, ChunkWindow{one, next}.from(shift));
-      if (keys < kElements) clear_elements_from(from + i * kPitch, max(keys, 0));
+      ptx::store_shared_16(from + i * kPitch, ChunkWindow{first, second}.from(shift));
     }
   }
   /// As AlignedBias::start, of the query rows from `row` on and the keys from `column` on: one instruction loads 8 x 8
@@ -168,31 +159,7 @@ class AlignedBiasStage {
     }
   }
 
- private:
-  /// The rows that all threads copy a chunk of at a time; a warp has whole ones.
-  static constexpr int kStep = Shape::kThreads / kChunks;
-  static_assert(Shape::kThreads % kChunks == 0 && Shape::kStagedRows % kStep == 0 && 32 % kChunks == 0);
-
-  /// Whether the keys from `first_key` on begin with a chunk in each row.
-  static __device__ __forceinline__ bool begin_with_chunk(const BiasSource& source, int32_t first_key) {
-    return ((first_key | source.keys) & (kElements - 1)) == 0;
-  }
-  /// Which of its chunk's elements one is.
-  static __device__ __forceinline__ int32_t shift_of(int64_t element) {
-    return static_cast<int32_t>(element) & (kElements - 1);
-  }
-  /// Copies `count` elements to a chunk in shared memory.
-  static __device__ __forceinline__ void copy_elements(uint32_t to, const T* from, int32_t count) {
-#pragma unroll 1
-    for (int32_t i = 0; i < count; ++i)
-      ptx::store_shared_2(to + i * 2, __ldg(reinterpret_cast<const uint16_t*>(from) + i));
-  }
-  /// Sets elements `first` and after of a chunk in shared memory to 0.
-  static __device__ __forceinline__ void clear_elements_from(uint32_t chunk, int32_t first) {
-#pragma unroll 1
-    for (int32_t i = first; i < kElements; ++i) ptx::store_shared_2(chunk + i * 2, 0);
-  }
-
+ protected:
   const uint32_t memory_;
 };
 

@@ -14,6 +14,7 @@
 #include "bwd/sequence_segment.cuh"
 #include "params/attention.cuh"
 #include "params/bias.cuh"
+#include "ptx.cuh"
 #include "work_tile.cuh"
 
 namespace xa {
@@ -68,20 +69,27 @@ __device__ __forceinline__ int32_t& key_period() {
 }
 
 /// Finds those that the host proposes, if sequence i begins with the i-th of them throughout the batch, else all. All
-/// threads of the CTA call it.
-template <int kThreads>
-__device__ __forceinline__ void find_key_period(const BiasBackwardParams& params) {
+/// threads of the CTA call it. `start(period)` may start to copy rows of a block meanwhile, and is called once more if
+/// these are not the proposed ones.
+template <int kThreads, typename Start>
+__device__ __forceinline__ void find_key_period(const BiasBackwardParams& params, const Start& start) {
   const AttentionParams& forward = params.backward.forward;
-  const int32_t period = params.key_period;
-  bool begins_anew = period < forward.capacity;
-  if (begins_anew) {
+  int32_t period = min(params.key_period, forward.capacity);
+#pragma unroll 1
+  while (true) {
+    start(period);
+    if (threadIdx.x == 0) key_period() = period;
+    if (period == forward.capacity) break;
+    bool begin_with_periods = true;
 #pragma unroll 1
     for (int32_t i = threadIdx.x; i <= live_sequences(forward); i += kThreads) {
-      begins_anew &= key_start_of(forward, i) == i * period;
+      begin_with_periods &= key_start_of(forward, i) == i * period;
     }
+    if (__syncthreads_and(begin_with_periods) != 0) break;
+    ptx::cp_async_commit();
+    ptx::cp_async_wait<0>();
+    period = forward.capacity;
   }
-  begins_anew = __syncthreads_and(begins_anew) != 0;
-  if (threadIdx.x == 0) key_period() = begins_anew ? period : forward.capacity;
   __syncthreads();
 }
 

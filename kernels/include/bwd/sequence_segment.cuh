@@ -32,8 +32,7 @@ struct QueryRowStats {
 };
 constexpr int32_t kNoPosition = INT32_MIN;
 
-/// Where a query row begins: its addresses in Q and dO, and the element of the bias that it and the first key of the
-/// block have, kNoBias if it has none.
+/// Where a query row begins: its addresses in Q and dO, and its element in the bias, kNoBias if it has none.
 struct QueryRowPlace {
   const void* q;
   const void* dout;

@@ -44,11 +44,13 @@ struct BackwardShape : tiles::AttentionBwd<Gradient, Shape, sizeof(T), kHeadDim_
   /// Whether query rows have bounds of their keys (key_ranges.cuh).
   static constexpr bool kHasRanges = std::is_same_v<Shape, tiles::shape_key_ranges>;
   /// Whether pairs of rows and keys have a bias (score_bias.cuh).
-  static constexpr bool kHasBias = std::is_same_v<Shape, tiles::shape_bias> ||
-                                   std::is_same_v<Shape, tiles::shape_bias_large> ||
-                                   std::is_same_v<Shape, tiles::shape_bias_aligned>;
-  /// Whether rows of the bias begin with chunks of 16 bytes, or are shifted so (aligned_bias.cuh).
-  static constexpr bool kHasAlignedBias = std::is_same_v<Shape, tiles::shape_bias_aligned>;
+  static constexpr bool kHasBias =
+      std::is_same_v<Shape, tiles::shape_bias> || std::is_same_v<Shape, tiles::shape_bias_large> ||
+      std::is_same_v<Shape, tiles::shape_bias_aligned> || std::is_same_v<Shape, tiles::shape_bias_shifted>;
+  /// Whether rows of the bias do not begin with chunks of 16 bytes, but are staged as if they did (shifted_bias.cuh).
+  static constexpr bool kShiftsBias = std::is_same_v<Shape, tiles::shape_bias_shifted>;
+  /// Whether they begin with chunks (aligned_bias.cuh), or are staged so.
+  static constexpr bool kHasAlignedBias = kShiftsBias || std::is_same_v<Shape, tiles::shape_bias_aligned>;
   using Keys = std::conditional_t<kHasAlignedBias && !kHoldsKeys, KeysOfLanes, KeysInOrder>;
   static constexpr int kWarps = Config::kRowWarps * Config::kColumnWarps, kThreads = 32 * kWarps;
   static constexpr int kWarpRows = 16 * Config::kRowTiles;

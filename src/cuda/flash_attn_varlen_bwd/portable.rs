@@ -26,8 +26,9 @@ const KEY_KERNEL: &str = "attention_bwd_dkdv";
 /// How the shapes of tiles begin that serve only calls that no other shape serves.
 const OWN_SHAPES: [&str; 2] = ["key_ranges", "bias"];
 
-/// The shape for a bias whose rows begin with chunks of 16 bytes; in dK and dV for others too, if dS is stored. Other shapes serve them too.
+/// The shapes for a bias whose rows begin with chunks of 16 bytes, and for others if dS is stored. Other shapes serve them too.
 const ALIGNED_BIAS: &str = "bias_aligned";
+const SHIFTED_BIAS: &str = "bias_shifted";
 
 /// The shape of the tiles for a call with bounds of rows or with a bias.
 fn own_shape(forward: &Attention) -> Option<&'static str> {
@@ -71,8 +72,8 @@ impl AttentionBwdTile {
 }
 
 /// The variant of `kernel` for a call and its tile: among those of the smallest sufficient head dimension the first one of
-/// the table that fits the device, without a logits transform if the call has none and such a variant is built. `bias_shape` may be that
-/// for the rows of the bias.
+/// the table that fits the device, without a logits transform if the call has none and such a variant is built. `bias_shape` may be one
+/// of those for the rows of the bias.
 fn variant(
     forward: &Attention,
     bias_shape: Option<&str>,
@@ -84,7 +85,7 @@ fn variant(
     let tiles = ATTENTION_BWD.iter().filter(|t| t.gradient == gradient && t.bytes as usize == dtype.size());
     let own = own_shape(forward);
     let tiles = tiles.filter(|t| own == OWN_SHAPES.into_iter().find(|shape| t.shape.starts_with(shape)));
-    let takes = |shape: &str| shape != ALIGNED_BIAS || bias_shape == Some(shape);
+    let takes = |shape: &str| ![ALIGNED_BIAS, SHIFTED_BIAS].contains(&shape) || bias_shape == Some(shape);
     let tiles = tiles.filter(|t| t.head_dim as usize >= dim && takes(t.shape));
     let needed = tiles.clone().map(|t| t.bytes_for(forward)).min().unwrap_or(0);
     let tiles = tiles.filter(|t| t.bytes_for(forward) <= device.shared_memory);
@@ -147,7 +148,7 @@ pub(super) fn launches<'p>(problem: &'p FlashAttnVarlenBwd, device: Device) -> R
     let [keys, queries] = original.map_or(all, |original| RowBlocks::of_bias(problem, original));
     let group = forward.num_q_heads / forward.num_kv_heads;
     let query_shape = forward.score.bias.as_ref().filter(|of| bias::is_aligned(&call, of)).map(|_| ALIGNED_BIAS);
-    let key_shape = query_shape.or(ds.are_stored().then_some(ALIGNED_BIAS));
+    let key_shape = query_shape.or(ds.are_stored().then_some(SHIFTED_BIAS));
     let backward = BackwardParams::new(&call, &device, delta)?;
     let parameter = if let Some((of, original)) = forward.score.bias.as_ref().zip(original) {
         let key_tile = variant(forward, key_shape, &device, KEY_KERNEL, "dkdv")?.1;
@@ -252,6 +253,7 @@ mod tests {
         };
         assert_eq!(shape(64, 0.0, Some(ALIGNED_BIAS)), [ALIGNED_BIAS; 2]);
         assert_eq!(shape(128, 0.0, Some(ALIGNED_BIAS)), [ALIGNED_BIAS; 2]);
+        assert_eq!(shape(128, 0.0, Some(SHIFTED_BIAS)), ["bias", SHIFTED_BIAS]);
         assert_eq!(shape(128, 0.0, None), ["bias"; 2]);
         assert_eq!(shape(128, 1.0, Some(ALIGNED_BIAS)), ["bias"; 2]);
         assert_eq!(shape(192, 0.0, Some(ALIGNED_BIAS)), ["bias"; 2]);
