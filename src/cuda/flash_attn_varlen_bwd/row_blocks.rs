@@ -16,9 +16,11 @@ impl RowBlocks {
         Self { rows, period: rows }
     }
 
-    /// Blocks that begin with sequences, if all of `max_seqs` have `own` rows.
+    /// Blocks that begin with sequences, if all of `max_seqs` have `own` rows. Short ones would make more blocks, each of which looks for
+    /// its sequence among all.
     fn of_sequences(rows: usize, max_seqs: usize, own: usize) -> Self {
-        let have_as_many = own.checked_mul(max_seqs) == Some(rows);
+        const MIN_ROWS: usize = 128;
+        let have_as_many = own >= MIN_ROWS && own.checked_mul(max_seqs) == Some(rows);
         if have_as_many { Self { rows, period: own } } else { Self::of_all(rows) }
     }
 
@@ -60,6 +62,7 @@ mod tests {
         // In batches of other sequences they do not.
         assert_eq!(blocks(4 * 197, 4, 198), 7);
         assert_eq!(blocks(4 * 197, 5, 197), 7);
+        assert_eq!(blocks(4 * 100, 4, 100), 4);
         assert_eq!(blocks(0, 4, 0), 0);
         assert_eq!(blocks(0, 0, 197), 0);
         assert_eq!(RowBlocks::of_sequences(4 * 197, 4, 197).packed(8).count(128), 4 * 13);
