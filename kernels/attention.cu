@@ -67,11 +67,11 @@ extern "C" __global__ void __launch_bounds__(Shape::kThreads, Shape::kCtasPerSm)
     }
     const uint32_t rings = xa::ptx::shared_address(shared) + Shape::kRingsOffset;
     xa::decode_work_range<Shape, Compute, Stored, LogitsTransform, true>(
-        params, index, shared, [&](const xa::WorkTile& work_tile) {
+        params, blockIdx.x, index, shared, [&](const xa::WorkTile& work_tile) {
           return xa::DecodeLoop<Shape, Compute, Stored>(params, work_tile, rings);
         });
   } else {
-    xa::init_work_tile<LogitsTransform>(params, work);
+    xa::init_work_tile<LogitsTransform>(params, work, blockIdx.x % params.num_kv_heads);
     xa::find_tile<Shape::kThreads, Shape::kRows>(params, work);
     if (work.tile.num_rows > 0) xa::attend_tile<Shape, Compute, Stored, LogitsTransform>(params, work, shared);
     __syncthreads();

@@ -51,7 +51,7 @@ extern "C" __global__ void __launch_bounds__(Shape::kThreads, Shape::kCtasPerSm)
   extern __shared__ __align__(128) uint8_t shared[];
   const xa::AttentionParams& attention = params.attention;
   auto& work = *reinterpret_cast<xa::WorkTile*>(shared + Shape::kWorkTileOffset);
-  xa::init_work_tile<xa::logits_softcap_alibi>(attention, work);
+  xa::init_work_tile<xa::logits_softcap_alibi>(attention, work, blockIdx.x % attention.num_kv_heads);
   xa::find_tile<Shape::kThreads, Shape::kRows>(attention, work);
   if (work.tile.num_rows > 0) xa::attend_tile<Shape, T>(attention, params.bias, work, shared);
   __syncthreads();

@@ -73,7 +73,7 @@ extern "C" __global__ void __launch_bounds__(Shape::kThreads, Shape::kCtasPerSm)
   __shared__ xa::RowRange rows[Shape::kRows];
   const xa::AttentionParams& attention = params.attention;
   auto& work = *reinterpret_cast<xa::WorkTile*>(shared + Shape::kWorkTileOffset);
-  xa::init_work_tile<LogitsTransform>(attention, work);
+  xa::init_work_tile<LogitsTransform>(attention, work, blockIdx.x % attention.num_kv_heads);
   xa::find_tile<Shape::kThreads, Shape::kRows>(attention, work);
   if (work.tile.num_rows > 0) {
     xa::find_ranges<Shape>(attention, params.ranges, work, rows);

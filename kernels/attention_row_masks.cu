@@ -95,7 +95,7 @@ extern "C" __global__ void __launch_bounds__(Shape::kThreads, Shape::kCtasPerSm)
   auto& work = *reinterpret_cast<xa::WorkTile*>(shared + Shape::kWorkTileOffset);
   auto& range = *reinterpret_cast<xa::WorkRange*>(shared + Shape::kWorkRangeOffset);
   const xa::WorkRangeIndex index = {static_cast<int32_t>(blockIdx.y), static_cast<int32_t>(gridDim.y)};
-  xa::init_work_tile<LogitsTransform>(attention, work);
+  xa::init_work_tile<LogitsTransform>(attention, work, blockIdx.x);
   xa::for_work_tiles<Shape::kThreads, Unit, Shape::kHasFixedSplits>(attention, work, range, index, [&] {
     do {
       xa::attend_split<Shape, Compute, Stored, LogitsTransform>(params, work, range, shared);

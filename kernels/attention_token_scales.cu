@@ -61,12 +61,12 @@ extern "C" __global__ void __launch_bounds__(Shape::kThreads, Shape::kCtasPerSm)
     const xa::WorkRangeIndex index = {static_cast<int32_t>(blockIdx.y), static_cast<int32_t>(gridDim.y)};
     const uint32_t rings = xa::ptx::shared_address(shared) + Shape::kRingsOffset;
     xa::decode_work_range<Shape, Compute, Stored, xa::logits_softcap_alibi, true>(
-        attention, index, shared, [&](const xa::WorkTile& work_tile) {
+        attention, blockIdx.x, index, shared, [&](const xa::WorkTile& work_tile) {
           const Scales scales(params, work_tile, rings + threadIdx.x / 32 * Shape::kRingBytes);
           return xa::DecodeLoop<Shape, Compute, Stored, Scales, State>(attention, work_tile, rings, scales);
         });
   } else {
-    xa::init_work_tile<xa::logits_softcap_alibi>(attention, work);
+    xa::init_work_tile<xa::logits_softcap_alibi>(attention, work, blockIdx.x % attention.num_kv_heads);
     xa::find_tile<Shape::kThreads, Shape::kRows>(attention, work);
     if (work.tile.num_rows > 0) xa::attend_tile<Shape, Compute, Stored>(params, work, shared);
     __syncthreads();

@@ -83,34 +83,34 @@ __device__ __forceinline__ void merge_rows(const SplitTile<T>& tile) {
     PartialState merged[kRows];
 #pragma unroll
     for (PartialState& state : merged) state = {-INFINITY, 0.0f, make_float4(0.0f, 0.0f, 0.0f, 0.0f)};
+    float weight[kRows] = {};
 #pragma unroll 1
-    for (int32_t begin = 0; begin < count; begin += lanes) {
-      float weight[kRows];
+    for (int32_t partial = 0; partial < count; partial += kPartials) {
+      float4 outputs[kRows][kPartials];
 #pragma unroll
       for (int32_t r = 0; r < kRows; ++r) {
-        float2 state = tile.partials.state(tile.partial_row(begin + lane, first_row + r));
-        if (begin + lane >= count) state = make_float2(-INFINITY, 0.0f);
-        weight[r] = add_states(merged[r], state, lanes, log2_unit);
-      }
-#pragma unroll 1
-      for (int32_t partial = begin; partial < min(begin + lanes, count); partial += kPartials) {
-        float4 outputs[kRows][kPartials];
 #pragma unroll
-        for (int32_t r = 0; r < kRows; ++r) {
-#pragma unroll
-          for (int32_t j = 0; j < kPartials; ++j) {
-            const int32_t row = tile.partial_row(partial + j, first_row + r);
-            outputs[r][j] = *reinterpret_cast<const float4*>(tile.partials.output(row, loaded_column));
-          }
+        for (int32_t j = 0; j < kPartials; ++j) {
+          const int32_t row = tile.partial_row(partial + j, first_row + r);
+          outputs[r][j] = *reinterpret_cast<const float4*>(tile.partials.output(row, loaded_column));
         }
+      }
+      // The states of the next `lanes` partials, while these outputs are on their way.
+      if (partial % lanes == 0) {
 #pragma unroll
         for (int32_t r = 0; r < kRows; ++r) {
+          float2 state = tile.partials.state(tile.partial_row(partial + lane, first_row + r));
+          if (partial + lane >= count) state = make_float2(-INFINITY, 0.0f);
+          weight[r] = add_states(merged[r], state, lanes, log2_unit);
+        }
+      }
 #pragma unroll
-          for (int32_t j = 0; j < kPartials; ++j) {
-            // Partials past the last one have the weight 0, and the output of the last one.
-            const float w = __shfl_sync(~0u, weight[r], partial - begin + j, lanes);
-            add_weighted(merged[r].output, w, outputs[r][j]);
-          }
+      for (int32_t r = 0; r < kRows; ++r) {
+#pragma unroll
+        for (int32_t j = 0; j < kPartials; ++j) {
+          // Partials past the last one have the weight 0, and the output of the last one.
+          const float w = __shfl_sync(~0u, weight[r], partial % lanes + j, lanes);
+          add_weighted(merged[r].output, w, outputs[r][j]);
         }
       }
     }

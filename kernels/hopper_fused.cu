@@ -35,14 +35,14 @@ extern "C" __global__ void __launch_bounds__(Shape::kThreads, 1)
   const xa::hopper::FusedWork work = xa::hopper::estimate_work<Shape::kThreads, DecodeShape::kRows, Shape::kRows>(
       params, reinterpret_cast<xa::hopper::FusedWork*>(aligned));
   const int32_t ranges = xa::hopper::decode_ranges(work, decode.num_kv_heads);
-  const int32_t cta = blockIdx.x, range = cta / decode.num_kv_heads;
+  const int32_t cta = blockIdx.x, range = cta / decode.num_kv_heads, kv_head = cta - range * decode.num_kv_heads;
   if (range < ranges) {
     const xa::hopper::KvTensorMaps maps = {params.k, params.v, params.prefill.k_head_atom_columns,
                                            params.prefill.v_head_atom_columns};
     xa::hopper::TmaRing<DecodeShape>(aligned).init();
     int32_t count = 0;
     xa::decode_work_range<DecodeShape, T, T, LogitsTransform, false>(
-        decode, xa::WorkRangeIndex{range, ranges}, aligned, [&](const xa::WorkTile& work_tile) {
+        decode, kv_head, xa::WorkRangeIndex{range, ranges}, aligned, [&](const xa::WorkTile& work_tile) {
           return xa::hopper::TmaDecodeLoop<DecodeShape, T>(decode, work_tile, maps, aligned, count);
         });
     xa::hopper::TmaRing<DecodeShape>(aligned).invalidate();
@@ -50,7 +50,7 @@ extern "C" __global__ void __launch_bounds__(Shape::kThreads, 1)
     xa::hopper::ptx::fence_proxy_async_shared();
     __syncthreads();
   } else {
-    xa::hopper::store_empty_split_record(decode, cta - range * decode.num_kv_heads, range);
+    xa::hopper::store_empty_split_record(decode, kv_head, range);
   }
   xa::hopper::prefill<Shape, T, LogitsTransform, true>(params.prefill, xa::hopper::InitialTiles::none(), shared);
 }

@@ -32,7 +32,7 @@ using Unit = xa::WorkUnit<Shape::kTileRows, Shape::kKeys, xa::TileEnd::kRow, xa:
 
 extern "C" __global__ void __launch_bounds__(Shape::kThreads, 1)
     XA_ENTRY(const __grid_constant__ xa::HopperMlaParams params) {
-  extern __shared__ uint8_t shared[];
+  extern __shared__ __align__(1024) uint8_t shared[];
   const xa::AttentionParams& attention = params.attention;
   const xa::hopper_mla::Buffers<Shape> buffers(shared);
   xa::WorkTile& work = buffers.work_tile();
@@ -41,7 +41,7 @@ extern "C" __global__ void __launch_bounds__(Shape::kThreads, 1)
   if (threadIdx.x == 96 && params.box_rows != 0) xa::hopper::ptx::prefetch_tensormap(params.cache);
   const xa::WorkRangeIndex index = {static_cast<int32_t>(blockIdx.y) / Shape::kCtas,
                                     static_cast<int32_t>(gridDim.y) / Shape::kCtas};
-  xa::init_work_tile<LogitsTransform>(attention, work);
+  xa::init_work_tile<LogitsTransform>(attention, work, blockIdx.x);
   xa::partition_work<Shape::kThreads, Unit, false>(attention, work, range, index);
   if (Shape::kCtas > 1) {
     // The other CTA's barriers must be there before this one arrives at them.
@@ -54,10 +54,10 @@ extern "C" __global__ void __launch_bounds__(Shape::kThreads, 1)
     int32_t number = 0;
 #pragma unroll 1
     while (work.tile.num_rows != 0) {
-      xa::hopper_mla::BlockLoader<Shape, T>(params, buffers).load(number);
+      if (range.has_split()) xa::hopper_mla::BlockLoader<Shape, T>(params, buffers).load(number);
       xa::hopper_mla::sync_cta<Shape>();
       if (threadIdx.x / 32 == Shape::kThreads / 32 - 1) {
-        const xa::WorkRangeIterator<Unit> iterator(attention, work, range, index.index);
+        const xa::WorkRangeIterator<Unit> iterator(attention, work, range, xa::ptx::opaque(index.index));
         iterator.next(threadIdx.x % 32);
         __syncwarp();
         if (threadIdx.x % 32 == 0) buffers.set_cta_tile();
@@ -74,7 +74,8 @@ extern "C" __global__ void __launch_bounds__(Shape::kThreads, 1)
     int32_t number = 0;
 #pragma unroll 1
     while (work.tile.num_rows != 0) {
-      xa::hopper_mla::compute_tile<Shape, T, LogitsTransform>(attention, buffers, number, warpgroup);
+      if (range.has_split())
+        xa::hopper_mla::compute_tile<Shape, T, LogitsTransform>(attention, buffers, number, warpgroup);
       xa::hopper_mla::sync_cta<Shape>();
       xa::hopper_mla::sync_cluster<Shape>();
     }

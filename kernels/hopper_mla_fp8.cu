@@ -36,7 +36,7 @@ extern "C" __global__ void __launch_bounds__(Shape::kThreads, 1)
   xa::WorkRange& range = buffers.work_range();
   if (threadIdx.x / 32 == 2) buffers.init(threadIdx.x % 32);
   const xa::WorkRangeIndex index = {static_cast<int32_t>(blockIdx.y), static_cast<int32_t>(gridDim.y)};
-  xa::init_work_tile<LogitsTransform>(params, work);
+  xa::init_work_tile<LogitsTransform>(params, work, blockIdx.x);
   xa::partition_work<Shape::kThreads, Unit, false>(params, work, range, index);
   const int32_t warpgroup = xa::hopper::uniform(threadIdx.x / 128);
   int32_t number = 0;
@@ -44,10 +44,10 @@ extern "C" __global__ void __launch_bounds__(Shape::kThreads, 1)
     xa::hopper::ptx::warpgroup_reg_dealloc<Shape::kLoaderRegisters>();
 #pragma unroll 1
     while (work.tile.num_rows != 0) {
-      xa::hopper_mla_fp8::BlockLoader<Shape>(params, buffers).load(number);
+      if (range.has_split()) xa::hopper_mla_fp8::BlockLoader<Shape>(params, buffers).load(number);
       xa::hopper_mla_fp8::sync_cta<Shape>();
       if (threadIdx.x / 32 == Shape::kThreads / 32 - 1) {
-        const xa::WorkRangeIterator<Unit> iterator(params, work, range, index.index);
+        const xa::WorkRangeIterator<Unit> iterator(params, work, range, xa::ptx::opaque(index.index));
         iterator.next(threadIdx.x % 32);
       }
       xa::hopper_mla_fp8::sync_cta<Shape>();
@@ -58,7 +58,8 @@ extern "C" __global__ void __launch_bounds__(Shape::kThreads, 1)
     xa::store_split_record<Shape::kRows, Shape::kComputeThreads - 32>(params, work, range, index.index);
 #pragma unroll 1
     while (work.tile.num_rows != 0) {
-      xa::hopper_mla_fp8::compute_tile<Shape, LogitsTransform>(params, buffers, number, warpgroup);
+      if (range.has_split())
+        xa::hopper_mla_fp8::compute_tile<Shape, LogitsTransform>(params, buffers, number, warpgroup);
       xa::hopper_mla_fp8::sync_cta<Shape>();
       xa::hopper_mla_fp8::sync_cta<Shape>();
     }

@@ -6,7 +6,8 @@
 //   XA_HEAD_DIM  the bucket of D and Dv, with "_split_kv" (include/hopper/shape.cuh)
 //   XA_STORAGE   contiguous, paged
 //   XA_LOGITS    none
-// Launch: a multiple of Hkv CTAs of kThreads threads with kSharedBytes of dynamic shared memory, one per SM.
+// Launch: a grid of Hkv by the number of work ranges, kThreads threads, kSharedBytes of dynamic shared memory; one CTA
+// per SM.
 
 #include "element.cuh"
 #include "hopper/shape.cuh"
@@ -24,6 +25,6 @@ using Shape = xa::hopper::PrefillShape<Config, xa::hopper::Storage::XA_STORAGE>;
 
 extern "C" __global__ void __launch_bounds__(Shape::kThreads, 1)
     XA_ENTRY(const __grid_constant__ xa::HopperPrefillParams params) {
-  extern __shared__ uint8_t shared[];
+  extern __shared__ __align__(1024) uint8_t shared[];
   xa::hopper::split_kv<Shape, T, LogitsTransform>(params, shared);
 }

@@ -40,7 +40,7 @@ extern "C" __global__ void __launch_bounds__(Shape::kThreads, Shape::kCtasPerSm)
   auto& work = *reinterpret_cast<xa::WorkTile*>(shared + Shape::kWorkTileOffset);
   auto& range = *reinterpret_cast<xa::WorkRange*>(shared + Shape::kWorkRangeOffset);
   const xa::WorkRangeIndex index = {static_cast<int32_t>(blockIdx.y), static_cast<int32_t>(gridDim.y)};
-  xa::init_work_tile<LogitsTransform>(params, work);
+  xa::init_work_tile<LogitsTransform>(params, work, blockIdx.x);
   xa::for_work_tiles<Shape::kThreads, Unit, false>(params, work, range, index, [&] {
     xa::mla::TileAttention<Shape, T, Stored, LogitsTransform> tile(params, work, shared);
     tile.attend();

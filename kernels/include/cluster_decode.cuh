@@ -55,7 +55,7 @@ class ClusterDecode {
 #pragma unroll 1
     for (int32_t chunk = range.begin; chunk < range.end;) {
       const auto entered = enter(range, mine, chunk);
-      const TileChunks& chunks = entered.chunks;
+      const TileSpan& chunks = entered.chunks;
       const WarpBlocks blocks = warp_blocks<Shape::kKeys, Shape::kKvChunkKeys>(range, entered.key_begin, rank, size);
       const int32_t end = min(range.end, chunks.end);
       typename Loop::State state;

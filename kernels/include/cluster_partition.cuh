@@ -113,14 +113,11 @@ __device__ __forceinline__ ClusterRange partition_cluster(const AttentionParams&
   ClusterRange range;
   range.page = guess_page<Shape>(params, rank, size);
   const int32_t lane = threadIdx.x % 32;
-  const int32_t given = params.num_seqs == nullptr ? params.max_seqs : __ldg(params.num_seqs);
+  const int32_t given = given_sequences(params);
   Metadata<1> metadata;
   metadata.load(params, lane);
   meanwhile();
-  // Starts are not negative. That num_seqs seems to depend on one keeps the compiler from waiting for it before it
-  // issues the loads of the metadata.
-  const int32_t zero = ptx::opaque(metadata.starts[1]) >> 31;
-  const int32_t num_seqs = clamp(given + zero, 0, params.max_seqs);
+  const int32_t num_seqs = metadata.live_sequences(params, given);
   if constexpr (Shape::kIsPlain) {
     // A single tile, of the first sequence, needs no sums. If no other sequence has rows, all starts after its end are
     // that end or lower, and their running maximum changes nothing. If others have clusters of their own, starts must
@@ -181,7 +178,7 @@ __device__ __forceinline__ QoTile in_sequence(QoTile tile) {
 }
 
 /// Where in the order of chunks a tile lies.
-struct TileChunks {
+struct TileSpan {
   int32_t begin;
   int32_t end;
 
@@ -206,7 +203,7 @@ __device__ __forceinline__ KeyRange keys_of(const AttentionParams& params, const
 /// A part of a tile that a warp enters.
 struct EnteredPart {
   // The same in all lanes.
-  TileChunks chunks;
+  TileSpan chunks;
   int32_t sequence;  // and the lane that has it
   int32_t key_begin;
   int32_t key_end;
@@ -225,7 +222,7 @@ struct EnteredPart {
 /// Likewise in a plain call.
 struct PlainPart {
   // The same in all lanes.
-  TileChunks chunks;
+  TileSpan chunks;
   int32_t sequence;  // and the lane that has it
   int32_t key_begin;
   int32_t key_end;
@@ -266,7 +263,7 @@ __device__ __forceinline__ EnteredPart enter_part(const AttentionParams& params,
   if (begin > tile_begin) keys.begin = max(keys.begin, (first_chunk + begin) * kKvChunkKeys);
   if (range_end < tile_end) keys.end = min(keys.end, (first_chunk + range_end) * kKvChunkKeys);
   part.keys = keys.begin < keys.end ? keys : KeyRange{0, 0, 0, 0};
-  part.chunks = TileChunks{__shfl_sync(~0u, tile_begin, part.sequence), __shfl_sync(~0u, tile_end, part.sequence)};
+  part.chunks = TileSpan{__shfl_sync(~0u, tile_begin, part.sequence), __shfl_sync(~0u, tile_end, part.sequence)};
   part.key_begin = __shfl_sync(~0u, part.keys.begin, part.sequence);
   part.key_end = __shfl_sync(~0u, part.keys.end, part.sequence);
   return part;
@@ -290,7 +287,7 @@ __device__ __forceinline__ PlainPart enter_plain_part(const LaneSequence<kRows, 
     }
     tile_begin = __shfl_sync(~0u, tile_begin, part.sequence);
   }
-  part.chunks = TileChunks{tile_begin, tile_begin + __shfl_sync(~0u, mine.chunks, part.sequence)};
+  part.chunks = TileSpan{tile_begin, tile_begin + __shfl_sync(~0u, mine.chunks, part.sequence)};
   part.key_begin = (begin - tile_begin) * kKvChunkKeys;
   part.key_end = min(__shfl_sync(~0u, mine.key_end, part.sequence), (range_end - tile_begin) * kKvChunkKeys);
   return part;

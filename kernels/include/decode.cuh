@@ -52,16 +52,17 @@ __device__ __forceinline__ void attend_keys(const AttentionParams& params, const
   store_result<Shape>(params, work, writer, state, shared, transform.log2_unit());
 }
 
-/// Determines the CTA's work range of KV head blockIdx.x % Hkv and computes it. Every thread of the CTA calls this.
+/// Determines the CTA's work range of a KV head and computes it. Every thread of the CTA calls this.
 /// `shared` is Shape::kSharedBytes long; its WorkTile and WorkRange stay valid. `make_loop(work)` returns the loop over
 /// the keys of a work tile (decode_loop.cuh).
 template <typename Shape, typename T, typename Stored, typename LogitsTransform, bool kFixedSplits, typename MakeLoop>
-__device__ __forceinline__ void decode_work_range(const AttentionParams& params, const WorkRangeIndex& index,
-                                                  uint8_t* shared, const MakeLoop& make_loop) {
+__device__ __forceinline__ void decode_work_range(const AttentionParams& params, int32_t kv_head,
+                                                  const WorkRangeIndex& index, uint8_t* shared,
+                                                  const MakeLoop& make_loop) {
   using Unit = WorkUnit<Shape::kRows, Shape::kKeyWarps * Shape::kKeys>;
   auto& work = *reinterpret_cast<WorkTile*>(shared + Shape::kWorkTileOffset);
   auto& range = *reinterpret_cast<WorkRange*>(shared + Shape::kWorkRangeOffset);
-  init_work_tile<LogitsTransform>(params, work);
+  init_work_tile<LogitsTransform>(params, work, kv_head);
   for_work_tiles<Shape::kThreads, Unit, kFixedSplits>(params, work, range, index, [&] {
     if constexpr (kFixedSplits && !Shape::kLoadsAcrossSplits) {
       do {

@@ -108,7 +108,8 @@ __device__ __forceinline__ void cut_to_fixed_split(const AttentionParams& params
   __syncthreads();
   if (ptx::opaque(threadIdx.x) == 0) {
     const int32_t begin = range.fixed_split_begin, end = min(begin + range.fixed_split_chunks, range.split_end);
-    work.keys = keys_of_chunks<kKvChunkKeys>(params, work.tile, range, begin, end);
+    const TileChunks chunks = {range.first_chunk, range.tile_chunks};
+    work.keys = keys_of_chunks<kKvChunkKeys>(params, work.tile, chunks, begin, end);
   }
   __syncthreads();
 }

@@ -148,14 +148,15 @@ struct SequenceWork : PairChunks<Unit::kIsFolded> {
   __device__ __forceinline__ int32_t middle_chunks() const { return (this->pair_chunks + 1) / 2; }
 };
 
-/// Loads adjacent sequences, from `first` on; `raise` may change their starts. Returns whether the starts of
-/// the sequences below `num_seqs` then ascend.
+/// Loads adjacent sequences, from `first` on; `raise` may change their starts. `num_seqs`, as the caller of the
+/// operator gives it, becomes the number of live sequences. Returns whether the starts of those then ascend.
 template <int kCount, typename Unit, typename Raise>
-__device__ __forceinline__ bool load_sequences(const AttentionParams& params, int32_t first, int32_t num_seqs,
+__device__ __forceinline__ bool load_sequences(const AttentionParams& params, int32_t first, int32_t& num_seqs,
                                                SequenceWork<Unit> (&sequences)[kCount], const Raise& raise) {
   Metadata<kCount> metadata;
   metadata.load(params, first);
   raise(metadata);
+  num_seqs = metadata.live_sequences(params, num_seqs);
   bool ascend = true;
 #pragma unroll
   for (int i = 0; i < kCount; ++i) {

@@ -25,13 +25,12 @@ struct SplitTile {
   const int32_t part;
   const int32_t num_parts;
 
-  /// Calls `merge(tile)` if the CTA has a tile. With m CTAs per record and KV head, those of a tile divide it.
+  /// Calls `merge(tile)` if the CTA has a tile. The grid is Hkv by records by m: with m CTAs per record and KV head,
+  /// those of a tile divide it.
   template <typename Merge>
   static __device__ __forceinline__ void find(const AttentionParams& params, const Merge& merge) {
-    const int32_t num_records = params.partial.num_ranges - 1, ctas_per_record = gridDim.y / num_records;
-    const int32_t index = blockIdx.y / num_records, kv_head = blockIdx.x;
-    const auto* const records = static_cast<const SplitRecord*>(params.partial.split_records);
-    const SplitRecord record = records[blockIdx.y - index * num_records];
+    const int32_t kv_head = blockIdx.x, index = blockIdx.z, ctas_per_record = gridDim.z;
+    const SplitRecord record = static_cast<const SplitRecord*>(params.partial.split_records)[blockIdx.y];
     if (record.num_partials == 0) return;
     merge(SplitTile{params, record, PartialRows(params.partial, kv_head), kv_head,
                     record.index * ctas_per_record + index, record.num_records * ctas_per_record});

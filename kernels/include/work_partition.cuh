@@ -52,9 +52,11 @@ class WorkPartitioner {
   static constexpr int kSlack = 32;
   /// Sequences whose rows do not fit a tile of decode have several large tiles, which read the same keys.
   static constexpr bool kAlignsTiles = Unit::kRows >= 64;
-  /// More chunks than this are not counted. With 32 bits, the sum over the threads of a round still cannot overflow.
-  static constexpr Index kLimit = sizeof(Index) == 4 ? Index{1} << 22 : Index{1} << 62;
-  static_assert(sizeof(Index) == 8 || kPerRound < 512);
+  /// More chunks than this are not counted. With 32 bits they are divided as floats (divide_small).
+  static constexpr Index kLimit = sizeof(Index) == 4 ? Index{1} << 19 : Index{1} << 62;
+  static_assert(sizeof(Index) == 8 || kPerRound < 2048, "the sum over the threads of a round cannot overflow");
+  /// Sequences of a warp's round. If there are no more, the first warp plans alone, without a barrier.
+  static constexpr int kPerWarp = 32 * kPerThread;
   // `partial_rows_until` takes all tiles of a sequence for equal.
   static_assert(!kFixedSplits || !Unit::kIsFolded);
   using Sequence = SequenceWork<Unit>;
@@ -74,11 +76,13 @@ class WorkPartitioner {
       : params_(params), work_(work), range_(range), index_(index), raises_starts_(raises_starts) {}
 
   /// Leaves the CTA at the first work tile of its range, or before it. Returns false if there are more chunks than can
-  /// be counted, or if starts descend without `raises_starts`.
+  /// be counted, or if starts descend without `raises_starts`; in the first warp, if that one plans alone.
   __device__ __forceinline__ bool partition() {
-    const int32_t num_seqs = live_sequences(params_);
+    if (has_one_warp() && threadIdx.x >= 32) return true;
+    int32_t num_seqs = given_sequences(params_);
     // Rounds over all slots: loading num_seqs is still under way.
-    const int32_t num_rounds = max((params_.max_seqs + int64_t{kPerRound} - 1) / kPerRound, int64_t{1});
+    const int32_t num_rounds =
+        params_.max_seqs <= kPerRound ? 1 : (static_cast<uint32_t>(params_.max_seqs) + (kPerRound - 1)) / kPerRound;
     if (threadIdx.x == 0) clear();
     Pass pass = Pass::kCount;
 #pragma unroll 1
@@ -123,17 +127,31 @@ class WorkPartitioner {
   }
 
  private:
+  __device__ __forceinline__ bool has_one_warp() const { return params_.max_seqs <= kPerWarp; }
+
+  /// x / divisor. Numbers of 32 bits are below 2^20 here.
+  static __device__ __forceinline__ Index quotient(Index x, Index divisor) {
+    if constexpr (sizeof(Index) == 4) {
+      return divide_small(x, ptx::reciprocal_approx(static_cast<float>(divisor)));
+    } else {
+      return divide(x, divisor);
+    }
+  }
+  static __device__ __forceinline__ Index quotient_up(Index x, Index divisor) {
+    return quotient(x + divisor - 1, divisor);
+  }
+
   /// Resets the shared state, before the thread that finds the start of the range writes it.
   __device__ __forceinline__ void clear() const {
     work_.tile.num_rows = 0;
     work_.maxima = raises_starts_ ? StartMaxima{0, 0} : kStartsAscend;
-    range_.has_begun = 0;
-    range_.end = INT64_MAX;
+    range_.split_begin = range_.split_end = 0;
     range_.start_split.tile_chunks = 0;
   }
 
   /// Loads this thread's sequences of a round and returns the round's chunks; there are `before` in earlier rounds.
-  __device__ __forceinline__ Index load_round(int32_t round, Index before, int32_t num_seqs) {
+  /// `num_seqs` becomes the number of live sequences.
+  __device__ __forceinline__ Index load_round(int32_t round, Index before, int32_t& num_seqs) {
     const int32_t first = round * kPerRound + threadIdx.x * kPerThread;
     const bool ascend = load_sequences(params_, first, num_seqs, sequences_, [&](auto& metadata) {
       if (!raises_starts_) return;
@@ -169,6 +187,10 @@ class WorkPartitioner {
     static_assert(kWarps <= 12, "WorkRange::warp_totals");
     const int warp = threadIdx.x / 32;
     const Sum inclusive = sum_up_to_this_lane(mine);
+    if (has_one_warp()) {
+      __syncwarp();  // what this round has written to `range_`
+      return PrefixSum<Sum>{inclusive - mine, __shfl_sync(~0u, inclusive, 31), __all_sync(~0u, flag) != 0};
+    }
     int64_t* const totals = range_.warp_totals[parity_];
     parity_ ^= 1;
     if (threadIdx.x % 32 == 31) totals[warp] = inclusive;
@@ -198,15 +220,15 @@ class WorkPartitioner {
       whole = 2 * results.num_ranges < kv_split_.num_ranges && int64_t{first_tile_chunks} * results.num_ranges <= total;
       if (!whole) kv_split_.num_ranges = results.num_ranges;
     }
-    Index range_chunks = max(divide_up<Index>(total, kv_split_.num_ranges), Index{kMinChunks});
+    Index range_chunks = max(quotient_up(total, kv_split_.num_ranges), Index{kMinChunks});
     // If rounding up to whole tiles of the first sequence's length costs little, batches of equal lengths stay whole.
-    const Index fitted = divide_up<Index>(range_chunks, first_tile_chunks) * first_tile_chunks;
+    const Index fitted = quotient_up(range_chunks, first_tile_chunks) * first_tile_chunks;
     if (fitted - range_chunks <= range_chunks / kSlack) range_chunks = fitted;
     if constexpr (kAlignsTiles) {
       // Likewise up to a whole fraction of such a tile: then the tiles of a sequence are split alike, and the CTAs that
       // walk the same keys do so at the same time.
-      const Index parts = max(first_tile_chunks / range_chunks, Index{1});
-      const Index part = divide_up<Index>(first_tile_chunks, parts);
+      const Index parts = max(quotient(first_tile_chunks, range_chunks), Index{1});
+      const Index part = quotient_up(first_tile_chunks, parts);
       if (part >= range_chunks && part - range_chunks <= range_chunks / kSlack) range_chunks = part;
     }
     kv_split_.range_chunks = range_chunks;
@@ -240,71 +262,54 @@ class WorkPartitioner {
     return chosen;
   }
 
-  /// Writes the start and the end of the work range if they are in this thread's sequences. batch_invariant: there are
-  /// `rows_before` partial rows before these sequences.
+  /// Writes the start of the work range if it is in this thread's sequences. batch_invariant: there are `rows_before`
+  /// partial rows before these sequences.
   __device__ __forceinline__ void locate(int64_t rows_before) {
     if (index_.index >= kv_split_.num_ranges) return;
     const Index begin = static_cast<Index>(kv_split_.range_chunks) * static_cast<Index>(index_.index);
-    const Index end = begin + static_cast<Index>(kv_split_.range_chunks);
-    int first = -1, last = -1;
-    Index at = chunks_before_, first_at = 0, last_at = 0;
+    int first = -1;
+    Index at = chunks_before_, first_at = 0;
 #pragma unroll
     for (int i = 0; i < kPerThread; ++i) {
       const Index next = at + static_cast<Index>(sequences_[i].work());
       if (begin >= at && begin < next) first = i, first_at = at;
-      if (end >= at && end < next) last = i, last_at = at;
       at = next;
     }
-    if (first >= 0) begin_at(sequence(first), first_at, begin, end, rows_before);
+    if (first >= 0) begin_at(sequence(first), first_at, begin, rows_before);
+  }
+
+  /// The tile with chunk `chunk` of a sequence's work.
+  __device__ __forceinline__ TilePlace<Index> find(const Sequence& sequence, Index chunk) const {
     if constexpr (Unit::kIsFolded) {
-      if (last >= 0) range_.end = end_at(sequence(last), last_at, end);
+      return sequence.find(params_, chunk);
+    } else if (sequence.num_tiles == 1) {
+      return TilePlace<Index>{0, 0, sequence.chunks};
     } else {
-      if (last >= 0) range_.end = end_at(sequence(last).chunks, last_at, end);
+      const auto index = static_cast<int32_t>(quotient(chunk, sequence.chunks));
+      return TilePlace<Index>{index, Index{index} * sequence.chunks, sequence.chunks};
     }
   }
 
-  /// Where the boundary at `chunk` moves, in a sequence of tiles of `chunks` that begins at chunk `at`.
-  __device__ __forceinline__ int64_t end_at(int32_t chunks, Index at, Index chunk) const {
-    const Index tile_begin = at + divide(chunk - at, Index{chunks}) * chunks;
-    return tile_begin + kv_split_.move_boundary(static_cast<int32_t>(chunk - tile_begin), chunks);
-  }
-  /// Likewise in a sequence whose tiles are folded.
-  __device__ __forceinline__ int64_t end_at(const Sequence& sequence, Index at, Index chunk) const {
-    const TilePlace<Index> place = sequence.find(params_, chunk - at);
+  /// Starts the range whose first boundary is at `chunk`, in this sequence, which begins at chunk `at`.
+  __device__ __forceinline__ void begin_at(const Sequence& sequence, Index at, Index chunk, int64_t rows_before) {
+    const TilePlace<Index> place = find(sequence, chunk - at);
     const Index tile_begin = at + place.first;
-    return tile_begin + kv_split_.move_boundary(static_cast<int32_t>(chunk - tile_begin), place.chunks);
-  }
-
-  /// Starts the range whose boundaries are at `chunk` and `end`, in this sequence, which begins at chunk `at`.
-  __device__ __forceinline__ void begin_at(const Sequence& sequence, Index at, Index chunk, Index end,
-                                           int64_t rows_before) {
-    int32_t chunks, index;
-    Index tile_begin;
-    if constexpr (Unit::kIsFolded) {
-      const TilePlace<Index> place = sequence.find(params_, chunk - at);
-      chunks = place.chunks;
-      index = place.index;
-      tile_begin = at + place.first;
-    } else {
-      chunks = sequence.chunks;
-      index = static_cast<int32_t>(divide(chunk - at, Index{chunks}));
-      tile_begin = at + Index{index} * chunks;
-    }
-    const int32_t split_begin = kv_split_.move_boundary(static_cast<int32_t>(chunk - tile_begin), chunks);
-    enter(params_, work_, range_, sequence, index);
+    const int32_t count = place.chunks;
+    const int32_t split_begin = kv_split_.move_boundary(static_cast<int32_t>(chunk - tile_begin), count);
+    const QoTile tile = sequence.tile_at(params_, place.index);
     if (raises_starts_) work_.maxima = sequence.end;
+    if (kFixedSplits && kv_split_.max_fixed_splits > 0) rows_before += partial_rows_until(tile_begin);
+    if (split_begin > 0 && split_begin < count) {
+      range_.start_split = StartSplit{tile, tile_begin, rows_before, count, 0};
+    }
+    const Index end = chunk + static_cast<Index>(kv_split_.range_chunks);
+    range_.end = end;
     range_.tile_begin = tile_begin;
-    range_.split_begin = split_begin;
     range_.rows_before = rows_before;
-    if (kFixedSplits && kv_split_.max_fixed_splits > 0) range_.rows_before += partial_rows_until(tile_begin);
-    if (split_begin > 0 && split_begin < chunks) {
-      range_.start_split = StartSplit{work_.tile, tile_begin, range_.rows_before, chunks, 0};
-    }
-    const Index left = end - tile_begin;
-    const int32_t split_end = left < chunks ? kv_split_.move_boundary(static_cast<int32_t>(left), chunks) : chunks;
-    if (split_begin < split_end) {
-      WorkRangeIterator<Unit>(params_, work_, range_, index_.index).begin_split(kv_split_, split_begin, split_end);
-    }
+    const TileChunks chunks = {sequence.first_chunk_of(params_, place.index), count};
+    const WorkRangeIterator<Unit> iterator(params_, work_, range_, index_.index);
+    iterator.enter(sequence, tile, place.index, chunks);
+    iterator.begin_split(kv_split_, tile, chunks, split_begin, end - tile_begin);
   }
 
   const AttentionParams& params_;
@@ -320,47 +325,34 @@ class WorkPartitioner {
   bool starts_ascend_ = true;
 };
 
-/// Computes the CTA's work range. Its first work tile has not started (WorkRange::has_begun) if the range is empty or
-/// starts with the tile after the boundary's. Every thread calls this. batch_invariant needs `kFixedSplits`.
+/// Computes the CTA's work range. The current tile is the one with the range's first boundary, of which the range may
+/// have no chunks (WorkRange::has_split); without a tile, it has no rows. Every thread calls this. batch_invariant
+/// needs `kFixedSplits`.
 ///
 /// The common case takes the path with 32-bit numbers, one sequence per thread and ascending starts, because fetching
 /// instructions dominates planning. The other path handles everything, and is taken only where the first one gives up.
 template <int kThreads, typename Unit, bool kFixedSplits>
-__device__ __forceinline__ void find_work_range(const AttentionParams& params, WorkTile& work, WorkRange& range,
-                                                const WorkRangeIndex& index) {
-  using Fast = WorkPartitioner<kThreads, Unit, int32_t, 1, false>;
-  using General = WorkPartitioner<kThreads, Unit, int64_t, kFixedSplits ? 4 : 1, kFixedSplits>;
-  bool is_done = params.partial.max_fixed_splits == 0 && Fast(params, work, range, index, false).partition();
-#pragma unroll 1
-  for (bool raises_starts = params.partial.max_fixed_splits == 0; __builtin_expect(!is_done, false);
-       raises_starts = true) {
-    __syncthreads();
-    is_done = General(params, work, range, index, raises_starts).partition() || raises_starts;
-  }
-  __syncthreads();
-}
-
-/// Computes the CTA's work range and starts its first work tile; if there is none, work.tile.num_rows is 0.
-template <int kThreads, typename Unit, bool kFixedSplits>
 __device__ __forceinline__ void partition_work(const AttentionParams& params, WorkTile& work, WorkRange& range,
                                                const WorkRangeIndex& index) {
-  find_work_range<kThreads, Unit, kFixedSplits>(params, work, range, index);
-  if (range.has_begun == 0) next_work_tile<Unit>(params, work, range, index.index);
+  using Fast = WorkPartitioner<kThreads, Unit, int32_t, 1, false>;
+  using General = WorkPartitioner<kThreads, Unit, int64_t, kFixedSplits ? 4 : 1, kFixedSplits>;
+  const bool is_plain = params.partial.max_fixed_splits == 0;
+  bool is_done = is_plain && Fast(params, work, range, index, false).partition();
+#pragma unroll 1
+  for (bool raises_starts = is_plain; !__syncthreads_and(is_done); raises_starts = true) {
+    is_done = General(params, work, range, index, raises_starts).partition() || raises_starts;
+  }
 }
 
-/// Computes the CTA's work range and calls `attend()` for each of its work tiles. Every thread calls this. The work
-/// tile is advanced in one place, for the first one too: its instructions are fetched once.
+/// Computes the CTA's work range and calls `attend()` for each of its work tiles. Every thread calls this.
 template <int kThreads, typename Unit, bool kFixedSplits, typename Attend>
 __device__ __forceinline__ void for_work_tiles(const AttentionParams& params, WorkTile& work, WorkRange& range,
                                                const WorkRangeIndex& index, const Attend& attend) {
-  find_work_range<kThreads, Unit, kFixedSplits>(params, work, range, index);
-  bool has_tile = range.has_begun != 0;
+  partition_work<kThreads, Unit, kFixedSplits>(params, work, range, index);
 #pragma unroll 1
-  while (true) {
-    if (!has_tile) next_work_tile<Unit>(params, work, range, index.index);
-    if (work.tile.num_rows == 0) break;
-    attend();
-    has_tile = false;
+  while (work.tile.num_rows > 0) {
+    if (range.has_split()) attend();
+    next_work_tile<Unit>(params, work, range, index.index);
   }
 }
 

@@ -35,7 +35,7 @@ struct StartSplit {
 struct WorkRange {
   KvSplit kv_split;
   StartSplit start_split;
-  int64_t end;          // past the range's last chunk
+  int64_t end;          // the boundary past the range's last chunk, before it moves
   int64_t tile_begin;   // the current tile's first chunk
   int64_t rows_before;  // batch_invariant: partial rows of the tiles before this one
   int32_t tile_chunks;
@@ -43,13 +43,16 @@ struct WorkRange {
   int32_t tiles_left;   // of the sequence, after the current one
   int32_t split_begin;  // the range's chunks of the tile, counted from the tile's first
   int32_t split_end;
-  int32_t has_begun;           // 0 before the first work tile
   int32_t fixed_split_chunks;  // batch_invariant: of each fixed-size split of the tile, a power of two; else 0
   int32_t fixed_split_begin;   // batch_invariant: the range's first chunk that has not been computed (fixed_splits.cuh)
   int32_t partial_row;         // in the workspace, for row 0 of the result; -1: the result goes to out and lse
   int32_t first_tile_chunks;   // of tile 0 of the first sequence
   LiveRows live;
   int64_t warp_totals[2][12];  // scratch of the prefix sums
+
+  /// Whether the range has chunks of the current tile. Of the tile with its first boundary it has none if that moves to
+  /// the tile's end.
+  __device__ __forceinline__ bool has_split() const { return split_begin < split_end; }
 };
 
 static_assert(sizeof(WorkRange) == 352, "shared_bytes in variants.toml include it");
@@ -71,23 +74,19 @@ __device__ __forceinline__ int32_t end_partial_row(int32_t num_ranges, int32_t r
   return (num_ranges - 1 + range_index) * kRows;
 }
 
-/// Makes tile `index` of a sequence the current one. If starts descend, the caller sets WorkTile::maxima.
-template <typename Unit>
-__device__ __forceinline__ void enter(const AttentionParams& params, WorkTile& work, WorkRange& range,
-                                      const SequenceWork<Unit>& sequence, int32_t index) {
-  work.tile = sequence.tile_at(params, index);
-  range.tile_chunks = sequence.chunks_of(params, index);
-  range.first_chunk = sequence.first_chunk_of(params, index);
-  range.tiles_left = sequence.num_tiles - 1 - index;
-}
+/// The chunks of a tile.
+struct TileChunks {
+  int32_t first;  // chunk of the sequence's keys that is the tile's chunk 0
+  int32_t count;
+};
 
-/// The visible keys of a tile in its chunks `begin` to `end`; `range` is that of the tile.
+/// The visible keys of a tile in its chunks `begin` to `end`.
 template <int kKvChunkKeys>
 __device__ __forceinline__ KeyRange keys_of_chunks(const AttentionParams& params, const QoTile& tile,
-                                                   const WorkRange& range, int32_t begin, int32_t end) {
+                                                   const TileChunks& chunks, int32_t begin, int32_t end) {
   KeyRange keys = visible_keys(params, tile);
-  if (begin > 0) keys.begin = max(keys.begin, (range.first_chunk + begin) * kKvChunkKeys);
-  if (end < range.tile_chunks) keys.end = min(keys.end, (range.first_chunk + end) * kKvChunkKeys);
+  if (begin > 0) keys.begin = max(keys.begin, (chunks.first + begin) * kKvChunkKeys);
+  if (end < chunks.count) keys.end = min(keys.end, (chunks.first + end) * kKvChunkKeys);
   return keys.begin < keys.end ? keys : KeyRange{0, 0, 0, 0};
 }
 
@@ -99,34 +98,47 @@ class WorkRangeIterator {
                                                int32_t range_index)
       : params_(params), work_(work), range_(range), range_index_(range_index) {}
 
-  /// Advances to the next work tile, in lane `lane` of the warp. At the end of the range, WorkTile::tile has no rows.
-  __device__ __forceinline__ void next(int32_t lane) const {
-    const int32_t begin = range_.has_begun != 0 ? range_.split_end : range_.split_begin;
-    const bool is_in_range = range_.tile_begin + begin < range_.end && work_.tile.num_rows > 0;
-    const bool is_in_tile = begin < range_.tile_chunks;
-    __syncwarp();
-    if (is_in_range && !is_in_tile) next_tile(lane);
-    if (ptx::opaque(lane) != 0) return;
-    if (!is_in_range) {
-      work_.tile.num_rows = 0;
-    } else {
-      const int64_t left = range_.end - range_.tile_begin;
-      begin_split(range_.kv_split, is_in_tile ? begin : 0,
-                  left < range_.tile_chunks ? static_cast<int32_t>(left) : range_.tile_chunks);
-    }
+  /// Makes `tile`, which is tile `index` of a sequence, the current one. If starts descend, the caller sets
+  /// WorkTile::maxima.
+  __device__ __forceinline__ void enter(const SequenceWork<Unit>& sequence, const QoTile& tile, int32_t index,
+                                        const TileChunks& chunks) const {
+    work_.tile = tile;
+    range_.tile_chunks = chunks.count;
+    range_.first_chunk = chunks.first;
+    range_.tiles_left = sequence.num_tiles - 1 - index;
   }
 
-  /// Starts the split of chunks `begin` to `end` of the current tile.
-  __device__ __forceinline__ void begin_split(const KvSplit& kv_split, int32_t begin, int32_t end) const {
-    const int32_t chunks = range_.tile_chunks;
-    const int32_t shift = kv_split.max_fixed_splits > 0 ? kv_split.fixed_split_shift(chunks) : 0;
-    work_.keys = keys_of_chunks<Unit::kKvChunkKeys>(params_, work_.tile, range_, begin, end);
+  /// Starts the split of `tile`, the current one, that begins at its chunk `begin` and ends with the tile or before the
+  /// range's end, which is `left` chunks after the tile's first. Without chunks it is not started.
+  template <typename Index>
+  __device__ __forceinline__ void begin_split(const KvSplit& kv_split, const QoTile& tile, const TileChunks& chunks,
+                                              int32_t begin, Index left) const {
+    int32_t end = chunks.count;
+    if (left < end) end = kv_split.move_boundary(static_cast<int32_t>(left), chunks.count);
     range_.split_begin = begin;
     range_.split_end = end;
-    range_.has_begun = 1;
+    if (begin >= end) return;
+    const int32_t shift = kv_split.max_fixed_splits > 0 ? kv_split.fixed_split_shift(chunks.count) : 0;
+    work_.keys = keys_of_chunks<Unit::kKvChunkKeys>(params_, tile, chunks, begin, end);
     range_.fixed_split_begin = begin;
     range_.fixed_split_chunks = kv_split.max_fixed_splits > 0 ? 1 << shift : 0;
-    range_.partial_row = begin == 0 && end == chunks ? -1 : partial_row(kv_split, begin >> shift);
+    range_.partial_row = begin == 0 && end == chunks.count ? -1 : partial_row(kv_split, tile, begin, begin >> shift);
+  }
+
+  /// Advances to the next work tile, in lane `lane` of the warp. At the end of the range, WorkTile::tile has no rows.
+  __device__ __forceinline__ void next(int32_t lane) const {
+    // A range goes on in another tile only where it reaches the end of this one.
+    const int32_t reached = max(range_.split_begin, range_.split_end);
+    const bool goes_on =
+        work_.tile.num_rows > 0 && reached == range_.tile_chunks && range_.tile_begin + range_.tile_chunks < range_.end;
+    __syncwarp();
+    if (goes_on) next_tile(lane);
+    if (ptx::opaque(lane) != 0) return;
+    if (goes_on) {
+      const TileChunks chunks = {range_.first_chunk, range_.tile_chunks};
+      begin_split(range_.kv_split, work_.tile, chunks, 0, range_.end - range_.tile_begin);
+    }
+    if (!goes_on || range_.split_end == 0) work_.tile.num_rows = 0;
   }
 
  private:
@@ -150,7 +162,8 @@ class WorkRangeIterator {
     }
     __syncwarp();
     if (left > 0) return;
-    const int32_t lane = ptx::opaque(this_lane), num_seqs = live_sequences(params_);
+    const int32_t lane = ptx::opaque(this_lane);
+    int32_t num_seqs = live_sequences(params_);
     StartMaxima maxima = work_.maxima;
     const bool raises_starts = !starts_ascend(maxima);
     for (int32_t first = sequence + 1; first < num_seqs; first += 32) {
@@ -161,12 +174,17 @@ class WorkRangeIterator {
       const uint32_t with_tiles = __ballot_sync(~0u, candidate[0].num_tiles > 0);
       if (with_tiles == 0) continue;
       if (lane == __ffs(with_tiles) - 1) {
-        enter(params_, work_, range_, candidate[0], 0);
+        enter(candidate[0], 0);
         if (raises_starts) work_.maxima = candidate[0].end;
       }
       break;
     }
     __syncwarp();
+  }
+
+  __device__ __forceinline__ void enter(const SequenceWork<Unit>& sequence, int32_t index) const {
+    enter(sequence, sequence.tile_at(params_, index), index,
+          TileChunks{sequence.first_chunk_of(params_, index), sequence.chunks_of(params_, index)});
   }
 
   /// Enters the next one of the sequence's last `left` tiles; without any, there is no tile.
@@ -178,20 +196,20 @@ class WorkRangeIterator {
     SequenceWork<Unit> sequence;
     sequence.tile = work_.tile;
     sequence.measure(params_, true);
-    enter(params_, work_, range_, sequence, sequence.num_tiles - left);
+    enter(sequence, sequence.num_tiles - left);
   }
 
-  /// The partial row of row 0 of a split that is not a whole tile and starts, with batch_invariant, with fixed-size
-  /// split `split`.
-  __device__ __forceinline__ int32_t partial_row(const KvSplit& kv_split, int32_t split) const {
+  /// The partial row of row 0 of a split of the current tile that is not all of it, begins at its chunk `begin` and,
+  /// with batch_invariant, with fixed-size split `split`.
+  __device__ __forceinline__ int32_t partial_row(const KvSplit& kv_split, const QoTile& tile, int32_t begin,
+                                                 int32_t split) const {
     if (kv_split.max_fixed_splits == 0) {
-      return range_.split_begin > 0 ? start_partial_row<Unit::kRows>(range_index_)
-                                    : end_partial_row<Unit::kRows>(kv_split.num_ranges, range_index_);
+      return begin > 0 ? start_partial_row<Unit::kRows>(range_index_)
+                       : end_partial_row<Unit::kRows>(kv_split.num_ranges, range_index_);
     }
     int32_t partial = 0;
-    if (range_.split_begin > 0)
-      partial = 1 + split - kv_split.fixed_splits_before_boundary(range_.tile_begin, range_.tile_chunks);
-    return static_cast<int32_t>(range_.rows_before) + partial * work_.tile.num_rows;
+    if (begin > 0) partial = 1 + split - kv_split.fixed_splits_before_boundary(range_.tile_begin, range_.tile_chunks);
+    return static_cast<int32_t>(range_.rows_before) + partial * tile.num_rows;
   }
 
   const AttentionParams& params_;

@@ -15,6 +15,7 @@
 
 #include "division.cuh"
 #include "params/attention.cuh"
+#include "ptx.cuh"
 
 namespace xa {
 
@@ -58,11 +59,23 @@ struct WorkTile {
 
 static_assert(sizeof(WorkTile) == 128, "shared_bytes in variants.toml include it");
 
+/// Copies a work tile without what only planners use.
+__device__ __forceinline__ void copy_work(WorkTile& to, const WorkTile& from) {
+  to.tile = from.tile;
+  to.keys = from.keys;
+  to.kv_head = from.kv_head;
+  to.score_factor = from.score_factor;
+}
+
 /// Whether `maxima` are those of starts that ascend.
 __device__ __forceinline__ bool starts_ascend(const StartMaxima& maxima) { return maxima.q < 0; }
 
 __device__ __forceinline__ int32_t clamp(int32_t x, int32_t low, int32_t high) { return min(max(x, low), high); }
 
+/// The number of sequences as the caller gives it.
+__device__ __forceinline__ int32_t given_sequences(const AttentionParams& params) {
+  return params.num_seqs == nullptr ? params.max_seqs : __ldg(params.num_seqs);
+}
 __device__ __forceinline__ int32_t live_sequences(const AttentionParams& params) {
   return params.num_seqs == nullptr ? params.max_seqs : clamp(__ldg(params.num_seqs), 0, params.max_seqs);
 }
@@ -144,6 +157,11 @@ struct Metadata {
     if (!has_contiguous_keys(params)) return;
 #pragma unroll
     for (int32_t& start : starts_k) start = clamp(start, 0, params.capacity);
+  }
+  /// The number of live sequences, which was loaded as `given`. Starts are not negative: that the number seems to
+  /// depend on one keeps the compiler from waiting for it before it issues the loads of the metadata.
+  __device__ __forceinline__ int32_t live_sequences(const AttentionParams& params, int32_t given) const {
+    return clamp(given + (ptx::opaque(starts[1]) >> 31), 0, params.max_seqs);
   }
   /// Whether sequence `i` ends where it starts or later.
   __device__ __forceinline__ bool ascends(const AttentionParams& params, int i) const {
@@ -304,8 +322,13 @@ __device__ __forceinline__ KeyRange visible_keys(const Visibility& visibility, i
   return keys.begin < keys.end ? keys : KeyRange{0, 0, 0, 0};
 }
 __device__ __forceinline__ KeyRange visible_keys(const AttentionParams& params, const QoTile& tile) {
-  const PackedRows rows(params, tile.first_row);
-  return visible_keys(Visibility(params, tile), rows.query(0), rows.query(tile.num_rows - 1));
+  int32_t first = 0, first_head = 0;
+  if (tile.first_row > 0) {  // mostly not, and a division has twenty instructions
+    first = tile.first_row / params.group;
+    first_head = tile.first_row - first * params.group;
+  }
+  const int32_t last = first + divide_small(first_head + tile.num_rows - 1, params.group_reciprocal);
+  return visible_keys(Visibility(params, tile), first, last);
 }
 
 /// The first of the len_q keys that belong to the sequence's queries. If AttentionParams::new_tokens is set, the cache
@@ -326,9 +349,8 @@ __device__ __forceinline__ Sum sum_up_to_this_lane(Sum mine) {
 
 /// Sets what does not depend on the tile. Call this before the tile is set.
 template <typename LogitsTransform>
-__device__ __forceinline__ void init_work_tile(const AttentionParams& params, WorkTile& work) {
+__device__ __forceinline__ void init_work_tile(const AttentionParams& params, WorkTile& work, int32_t kv_head) {
   if (threadIdx.x != 0) return;
-  const int32_t kv_head = blockIdx.x % params.num_kv_heads;
   work.kv_head = kv_head;
   work.score_factor = LogitsTransform::factor(params, kv_head);
 }

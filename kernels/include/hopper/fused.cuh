@@ -40,7 +40,7 @@ __device__ __forceinline__ float mean_keys(const AttentionParams& params, const 
 template <int kThreads, int kDecodeRows, int kPrefillRows>
 __device__ __forceinline__ FusedWork estimate_work(const HopperFusedParams& params, FusedWork* sums) {
   const AttentionParams &decode = params.decode, &prefill = params.prefill.attention;
-  const int32_t num_seqs = live_sequences(decode);
+  const int32_t given = given_sequences(decode);
   FusedWork work;
   // A second round replaces starts that do not ascend by their running maximum.
   bool raises_starts = false;
@@ -55,7 +55,7 @@ __device__ __forceinline__ FusedWork estimate_work(const HopperFusedParams& para
       metadata.load(decode, b);
       if (__builtin_expect(raises_starts, false)) scan.ascend(decode, first, metadata);
       const QoTile tile = metadata.sequence(decode, 0, b);
-      if (b >= num_seqs) continue;
+      if (b >= metadata.live_sequences(decode, given)) continue;
       ascends &= metadata.ascends(decode, 0);
       if (tile.len_q == 0) continue;
       const float keys = mean_keys(decode, tile);

@@ -79,8 +79,9 @@ class TmaLoader {
       if (lane_ == 0) full.arrive_expect_tx(__popc(visible) * box_row_groups_ * (Block::kBytes / kRowGroups));
       __syncwarp();
       if (box.row_group >= 0) {
+        const int32_t page = clamp(box.page, 0, params_.attention.num_pages - 1);
         for_each_box(to + lane_ * box_row_groups_ * Block::kStrideByteOffset, [&](uint32_t box_to, int32_t column) {
-          load_box(box_to, map, full.address, column, 0, head_atom_column_, box.row_group, box.page);
+          load_box(box_to, map, full.address, column, 0, head_atom_column_, box.row_group, page);
         });
       }
     } else if (lane_ == 0) {
@@ -152,7 +153,8 @@ class TmaLoader {
   }
   /// This lane's box of a block.
   struct Box {
-    int32_t page;
+    int32_t page;  // as the block table has it: clamped when the box is loaded, because the next block's entry is still
+                   // on its way while this one is loaded
     int32_t row_group;  // first row group in the page; -1 where no key of the box is visible and nothing is loaded
   };
   __device__ __forceinline__ Box find_box(int32_t block) const {
@@ -163,7 +165,7 @@ class TmaLoader {
       if (lane_ < boxes_per_block_ && first < tile_->visible_end &&
           first + 8 * box_row_groups_ > tile_->visible_begin) {
         const uint32_t index = divide(first, params_.page_divisor);
-        box.page = clamp(__ldg(table_ + index), 0, params_.attention.num_pages - 1);
+        box.page = __ldg(table_ + index);
         box.row_group = (first - index * params_.page_divisor.divisor) / 8;
       }
     }

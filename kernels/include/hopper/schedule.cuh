@@ -40,7 +40,7 @@ class TileScheduler {
 
   /// Reads the metadata of the first sequences.
   __device__ __forceinline__ void begin() {
-    num_seqs_ = live_sequences(params_);
+    num_seqs_ = kWaitsForMetadataOnce ? given_sequences(params_) : live_sequences(params_);
     write_maxima(kStartsAscend);
     before_ = 0;
     load_sequences(0);
@@ -69,6 +69,9 @@ class TileScheduler {
   /// Whether a sequence's heads follow each other, because rows of K, V and O of adjacent heads are adjacent in DRAM: 1
   /// to 3 % faster. At smaller D it gains nothing, and the load warps have too few registers for it.
   static constexpr bool kKeepsSequencesTogether = Shape::kHeadDim >= 128;
+  /// Whether the number of sequences is loaded together with their metadata; beside key ranges that takes a register
+  /// too many.
+  static constexpr bool kWaitsForMetadataOnce = !Shape::kTakesKeyRanges;
 
   /// Tiles of these sequences. 32 bits hold their numbers: every tile has rows of q of its own, so that 2^31 tiles
   /// would take 256 GB.
@@ -79,6 +82,7 @@ class TileScheduler {
     first_ = first;
     Metadata<1> metadata;
     metadata.load(params_, b);
+    if constexpr (kWaitsForMetadataOnce) num_seqs_ = metadata.live_sequences(params_, num_seqs_);
     // Starts that ascend so far are at least as large as all starts before them, so their running maximum is not
     // needed.
     const bool ascend = __all_sync(~0u, b >= num_seqs_ || metadata.ascends(params_, 0)) != 0;

@@ -35,15 +35,17 @@ __device__ __forceinline__ void schedule_work_range(const HopperPrefillParams& p
 #pragma unroll 1
   for (int32_t count = 0; rows > 0; ++count) {
     const PipelineState<2> state(count);
-    if (count > 0) iterator.next(lane);
-    __syncwarp();
+    if (count > 0 || !range.has_split()) iterator.next(lane);
     pipeline.tile_empty(state).producer_wait();
+    // So that no lane misses the phase: the next one ends after lane 0 has arrived below.
+    __syncwarp();
     rows = work.tile.num_rows;
     if (lane == 0) {
       SplitKvTile& tile = pipeline.tile(state);
-      tile.work = work;
       const Visibility visibility(attention, work.tile);
-      const int32_t first_query = work.tile.first_row / attention.group;
+      const int32_t first_row = work.tile.first_row;
+      const int32_t first_query = first_row > 0 ? first_row / attention.group : 0;
+      copy_work(tile.work, work);
       tile.work.tile.first_token += first_query;
       tile.work.tile.first_row = 0;
       tile.shift = visibility.shift + first_query;
@@ -59,7 +61,7 @@ __device__ __forceinline__ void schedule_work_range(const HopperPrefillParams& p
   }
 }
 
-/// Computes the CTA's work range of KV head blockIdx.x % Hkv. Every thread of the CTA calls this, and the kernel must
+/// Computes the CTA's work range of KV head blockIdx.x. Every thread of the CTA calls this, and the kernel must
 /// end with it, because setmaxnreg moves registers from the load warpgroup to the compute warpgroups.
 template <typename Shape, typename T, typename LogitsTransform>
 __device__ __forceinline__ void split_kv(const HopperPrefillParams& prefill, uint8_t* shared) {
@@ -71,10 +73,8 @@ __device__ __forceinline__ void split_kv(const HopperPrefillParams& prefill, uin
     for (const auto* map : {&prefill.q, &prefill.k, &prefill.v}) ptx::prefetch_tensormap(*map);
   }
   if (threadIdx.x == 64) pipeline.init();
-  const int32_t num_heads = attention.num_kv_heads;
-  const WorkRangeIndex index = {static_cast<int32_t>(blockIdx.x) / num_heads,
-                                static_cast<int32_t>(gridDim.x) / num_heads};
-  init_work_tile<LogitsTransform>(attention, work);
+  const WorkRangeIndex index = {static_cast<int32_t>(blockIdx.y), static_cast<int32_t>(gridDim.y)};
+  init_work_tile<LogitsTransform>(attention, work, blockIdx.x);
   partition_work<Shape::kThreads, SplitKvUnit<Shape>, false>(attention, work, range, index);
   const int32_t warp = uniform(threadIdx.x / 32);
   if (warp >= Shape::kComputeWarps) {
@@ -99,8 +99,8 @@ __device__ __forceinline__ void split_kv(const HopperPrefillParams& prefill, uin
     __syncwarp();
     compute_tiles<Shape, T, LogitsTransform>(prefill, pipeline);
     if (attention.clears_padding_rows == 0) return;
-    clear_padding_rows<T, Shape::kComputeThreads>(attention, starts_ascend(work.maxima), range.live, blockIdx.x,
-                                                  gridDim.x);
+    clear_padding_rows<T, Shape::kComputeThreads>(attention, starts_ascend(work.maxima), range.live,
+                                                  blockIdx.y * gridDim.x + blockIdx.x, gridDim.x * gridDim.y);
   }
 }
 

@@ -148,10 +148,10 @@ class Buffers {
   __device__ __forceinline__ void set_cta_tile() const {
     if constexpr (Shape::kCtas > 1) {
       const int32_t first = cta_rank() * Shape::kRows;
-      WorkTile tile = work_tile();
+      WorkTile& tile = cta_tile();
+      copy_work(tile, work_tile());
       tile.tile.first_row += first;
       tile.tile.num_rows = clamp(tile.tile.num_rows - first, 0, Shape::kRows);
-      cta_tile() = tile;
     }
   }
   static __device__ __forceinline__ int32_t cta_rank() { return static_cast<int32_t>(blockIdx.y) % Shape::kCtas; }

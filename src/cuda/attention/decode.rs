@@ -122,7 +122,7 @@ pub(super) fn combine<'c>(
     let variant = variants::find(kernel, &[variants::dtype_value(problem.out.dtype)])?;
     let resident = i64::from(COMBINE_CTAS_PER_SM) * i64::from(device.sms);
     let ctas_per_record = wanted.min(resident / (heads * i64::from(records))).max(1);
-    let grid = [problem.num_kv_heads as u32, records * ctas_per_record as u32, 1];
+    let grid = [problem.num_kv_heads as u32, records, ctas_per_record as u32];
     let config = LaunchConfig { grid, threads: COMBINE_THREADS as u32, shared_memory: 0 };
     Ok(Some(Launch::new(kernel, variant, config, Parameter::Attention(*params))))
 }

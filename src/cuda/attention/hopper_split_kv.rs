@@ -36,7 +36,7 @@ pub(super) fn launches<'c>(call: &Call<'c>) -> Result<Option<Launches<'c>>> {
         return Ok(None);
     }
     let params = AttentionParams { clears_padding_rows: 1, partial: split.partial, ..call.params_for(1, UNLIMITED) };
-    let grid = [(split.ranges * problem.num_kv_heads as i64) as u32, 1, 1];
+    let grid = [problem.num_kv_heads as u32, split.ranges as u32, 1];
     let config = LaunchConfig { grid, threads: prefill.tile.threads(), shared_memory: prefill.tile.shared_bytes };
     let parameter = Parameter::Prefill(PrefillParameter { prefill, problem, attention: params, next_tile: null_mut() });
     let attend = Launch::new(KERNEL, prefill.variant(KERNEL, problem)?, config, parameter);
@@ -142,15 +142,15 @@ mod tests {
     #[test]
     fn as_many_ctas_combine_as_run_at_a_time() {
         // A CTA has 8 rows of 128 columns at a time: 35 and 128 rows find room for three CTAs per split record.
-        assert_eq!(grids(&few_queries(16, 5, [28, 4])), [[132, 1, 1], [4, 96, 1]]);
-        assert_eq!(grids(&few_queries(4, 32, [32, 8])), [[128, 1, 1], [8, 45, 1]]);
+        assert_eq!(grids(&few_queries(16, 5, [28, 4])), [[4, 33, 1], [4, 32, 3]]);
+        assert_eq!(grids(&few_queries(4, 32, [32, 8])), [[8, 16, 1], [8, 15, 3]]);
     }
 
     #[test]
     fn tiles_with_many_partials_have_a_cta_per_row() {
         // 20 rows, for which the 15 records of the only tile have two CTAs each.
         let one_sequence = few_queries(1, 5, [32, 8]);
-        assert_eq!(grids(&one_sequence), [[128, 1, 1], [8, 30, 1]]);
+        assert_eq!(grids(&one_sequence), [[8, 16, 1], [8, 15, 2]]);
         let second_kernel = |problem: &Attention| {
             LaunchPlan::on(problem, None, device(true)).expect("the sizes are allowed").0.list[1].kernel
         };
@@ -165,7 +165,7 @@ mod tests {
         let keys = |max_pages| Keys { storage: KeyStorage::Paged(PageTable { max_pages, ..table }), ..plain.keys };
         let few = Attention { workspace: None, keys: keys(32), ..plain };
         assert_eq!(first_kernel(&few), "hopper_split_kv_bf16_128_split_kv_paged_none");
-        assert_eq!(grids(&few), [[72, 1, 1]]);
+        assert_eq!(grids(&few), [[8, 9, 1]]);
         assert!(!first_kernel(&Attention { keys: keys(64), ..few }).starts_with("hopper_split_kv"));
         let several_tiles = Attention { workspace: None, keys: keys(32), ..few_queries(8, 64, [32, 8]) };
         assert!(!first_kernel(&several_tiles).starts_with("hopper_split_kv"));
