@@ -54,14 +54,18 @@ class KeyGradients {
     const AttentionParams& forward = params_.forward;
     {
       const int32_t tile = blockIdx.x / forward.num_kv_heads, kv_head = blockIdx.x - tile * forward.num_kv_heads;
-      const int32_t first = fetch_held(tile, kv_head);
-      if (Shape::kHasBias && first >= forward.capacity) return;
+      int32_t first = tile * Shape::kHeld;
+      if constexpr (Shape::kHasBias) {
+        first = fetch_block(tile, kv_head);
+        if (first >= forward.capacity) return;
+      }
       if (threadIdx.x == 0) {
         segment_.kv_head = kv_head;
         segment_.first = first;
         segment_.clears_padding = 1;
         segment_.maxima = kStartsAscend;
       }
+      if constexpr (!Shape::kHasBias) fetch_held(first, kv_head);
     }
     __syncthreads();
     const auto clear_held = [&] {
@@ -85,28 +89,24 @@ class KeyGradients {
  private:
   using Held = std::conditional_t<Shape::kHasBias, HeldInBlock<HeldKeys<Shape::kHeld>>, HeldKeys<Shape::kHeld>>;
 
-  /// Starts to copy the rows of a block of K and V. Returns the first of them; Tk or more if there is no such block.
-  /// All threads of the CTA call it.
-  __device__ __forceinline__ int32_t fetch_held(int32_t block, int32_t kv_head) const {
+  /// Starts to copy the rows of K and V from row `first` on. All threads of the CTA call it.
+  __device__ __forceinline__ void fetch_held(int32_t first, int32_t kv_head) const {
+    fetch_keys<T, Shape, Shape::kHeld>(params_, first, params_.forward.capacity - first, kv_head, base_,
+                                       base_ + Shape::kHeldBytes);
+  }
+  /// The same for a block of RowBlocks. Returns its first row; Tk or more if there is no such block.
+  __device__ __forceinline__ int32_t fetch_block(int32_t block, int32_t kv_head) const {
     const int32_t capacity = params_.forward.capacity;
-    const auto fetch = [&](int32_t first) {
-      fetch_keys<T, Shape, Shape::kHeld>(params_, first, capacity - first, kv_head, base_, base_ + Shape::kHeldBytes);
-    };
-    if constexpr (Shape::kHasBias) {
-      const bool alternate = all_params_.key_blocks_alternate != 0;
-      int32_t first;
-      // Whether sequences begin with blocks is known when the copies have been started.
-      find_key_period<Shape::kThreads>(all_params_, [&](int32_t period) {
-        const RowBlocks<Shape::kHeld> blocks(capacity, period);
-        first = blocks.first_row(block, alternate);
-        if (threadIdx.x == 0) block_rows() = blocks.count(first);
-        if (first < capacity) fetch(first);
-      });
-      return first;
-    } else {
-      fetch(block * Shape::kHeld);
-      return block * Shape::kHeld;
-    }
+    const bool alternate = all_params_.key_blocks_alternate != 0;
+    int32_t first;
+    // Whether sequences begin with blocks is known when the copies have been started.
+    find_key_period<Shape::kThreads>(all_params_, [&](int32_t period) {
+      const RowBlocks<Shape::kHeld> blocks(capacity, period);
+      first = blocks.first_row(block, alternate);
+      if (threadIdx.x == 0) block_rows() = blocks.count(first);
+      if (first < capacity) fetch_held(first, kv_head);
+    });
+    return first;
   }
   /// How many rows the block has.
   __device__ __forceinline__ int32_t count() const {

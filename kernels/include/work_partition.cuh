@@ -349,10 +349,13 @@ template <int kThreads, typename Unit, bool kFixedSplits, typename Attend>
 __device__ __forceinline__ void for_work_tiles(const AttentionParams& params, WorkTile& work, WorkRange& range,
                                                const WorkRangeIndex& index, const Attend& attend) {
   partition_work<kThreads, Unit, kFixedSplits>(params, work, range, index);
+  bool has_split = range.has_split();
 #pragma unroll 1
-  while (work.tile.num_rows > 0) {
-    if (range.has_split()) attend();
-    next_work_tile<Unit>(params, work, range, index.index);
+  while (true) {
+    if (!has_split) next_work_tile<Unit>(params, work, range, index.index);
+    if (work.tile.num_rows == 0) break;
+    attend();
+    has_split = false;
   }
 }
 
