@@ -32,7 +32,7 @@ using Unit = xa::WorkUnit<Shape::kTileRows, Shape::kKeys, xa::TileEnd::kRow, xa:
 
 extern "C" __global__ void __launch_bounds__(Shape::kThreads, 1)
     XA_ENTRY(const __grid_constant__ xa::HopperMlaParams params) {
-  extern __shared__ __align__(1024) uint8_t shared[];
+  extern __shared__ uint8_t shared[];
   const xa::AttentionParams& attention = params.attention;
   const xa::hopper_mla::Buffers<Shape> buffers(shared);
   xa::WorkTile& work = buffers.work_tile();

@@ -25,6 +25,6 @@ using Shape = xa::hopper::PrefillShape<Config, xa::hopper::Storage::XA_STORAGE>;
 
 extern "C" __global__ void __launch_bounds__(Shape::kThreads, 1)
     XA_ENTRY(const __grid_constant__ xa::HopperPrefillParams params) {
-  extern __shared__ __align__(1024) uint8_t shared[];
+  extern __shared__ uint8_t shared[];
   xa::hopper::split_kv<Shape, T, LogitsTransform>(params, shared);
 }
