@@ -115,6 +115,7 @@ $(VENV)/package-cpu.stamp: $(VENV)/base.stamp $(SOURCES)
 
 # cargo-nextest where it is installed, cargo's own runner elsewhere.
 NEXTEST := $(shell command -v cargo-nextest 2>/dev/null)
+RUST_TEST := cargo $(if $(NEXTEST),nextest run,test)
 # $(call parallel,TARGETS,COMMAND): runs COMMAND while TARGETS are made, because pip and the linker use one core each. The shell
 # makes processes in the background ignore Ctrl-C, hence the trap.
 parallel = $(MAKE) --no-print-directory $(1) & first=$$!; $(2) & second=$$!; trap "kill $$first $$second" HUP INT TERM; \
@@ -122,11 +123,7 @@ parallel = $(MAKE) --no-print-directory $(1) & first=$$!; $(2) & second=$$!; tra
 
 test: $(VENV)/build.stamp
 	@$(call parallel,$(VENV)/test.stamp $(PACKAGE),cargo test $(TESTED) --lib --tests --no-run)
-ifdef NEXTEST
-	cargo nextest run $(TESTED)
-else
-	cargo test $(TESTED) --lib --tests
-endif
+	$(RUST_TEST) $(TESTED)$(if $(NEXTEST),, --lib --tests)
 	cargo test $(TESTED) --doc
 	cargo run $(TESTED) --quiet --profile test --example c_interface
 	cargo run $(TESTED) --quiet --profile test --package dependent_crate
@@ -259,7 +256,7 @@ emulate: $(VENV)/build.stamp
 	LD_LIBRARY_PATH=$(CURDIR)/target/emulator XLA_ATTENTION_EMULATOR=$(CURDIR)/tests/emulator \
 	  $(if $(filter all,$(CUDA_ARCHS)),,XLA_ATTENTION_KERNEL_DIR=$(CURDIR)/target/emulator/images) \
 	  XLA_ATTENTION_EMULATOR_CACHE=$(CURDIR)/target/emulator/kernels XLA_ATTENTION_TEST_DEVICE=cuda \
-	  cargo test $(TESTED) $(EMULATED)
+	  $(RUST_TEST) $(TESTED) $(EMULATED)
 
 # Writes the generated files that are checked in: docs/reference/custom_calls.md and the C header.
 reference: $(VENV)/build.stamp

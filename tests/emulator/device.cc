@@ -131,8 +131,9 @@ void note_progress() {
 int next_fiber() {
   const std::vector<Fiber>& fibers = block->fibers;
   const int count = static_cast<int>(fibers.size()), current = block->current;
+  int next = current;
   for (int passed = 1; passed < 2 * count; ++passed) {
-    const int next = (current + passed) % count;
+    if (++next == count) next = 0;
     if (fibers[next].done || next == current) continue;
     if (passed < count && (block->slow_warps >> next / kWarp & 1) != 0 && random_bits() % 16 != 0) continue;
     return next;

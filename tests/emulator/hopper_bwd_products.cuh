@@ -38,8 +38,10 @@ struct BackwardWgmma {
           float a[16][16];
           static float b[16][kColumns];
           for (int k = 0; k < 16; ++k) {
-            for (int row = 0; row < 16; ++row) a[row][k] = from_a.template mn_major<T>(k, 2 * (first_row + row));
-            for (int column = 0; column < kColumns; ++column) b[k][column] = from_b.template mn_major<T>(k, 2 * column);
+            float column[16];
+            from_a.mn_major<T>(k, first_row, column);
+            for (int row = 0; row < 16; ++row) a[row][k] = column[row];
+            from_b.mn_major<T>(k, 0, b[k]);
           }
           host::multiply<kColumns, 16>(lanes, a, b);
         },

@@ -83,12 +83,11 @@ inline void tma_store(uint32_t from, const TensorMap& opaque_map, const int32_t 
   });
 }
 
-/// Decodes e4m3fn: four bits of exponent, three of mantissa, no infinities.
+/// Decodes e4m3fn, which is f16's format with four bits of exponent, whose bias is 8 less, and without infinities.
 inline float e4m3_to_f32(uint8_t code) {
   if ((code & 0x7f) == 0x7f) return NAN;
-  const int exponent = code >> 3 & 15, mantissa = code & 7;
-  const float size = exponent == 0 ? std::ldexp(float(mantissa), -9) : std::ldexp(float(8 + mantissa), exponent - 10);
-  return code & 0x80 ? -size : size;
+  const uint16_t bits = (code & 0x80) << 8 | (code & 0x7f) << 7;
+  return static_cast<float>(emulator::bits_as<_Float16>(bits)) * 256.0f;
 }
 struct StmatrixLane {
   uint32_t address;

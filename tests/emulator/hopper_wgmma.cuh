@@ -40,28 +40,30 @@ struct MatrixDescriptor {
         stride_byte_offset((descriptor >> 32 & 0x3fff) << 4),
         row_bytes(descriptor >> 62 == 1 ? 128 : 64) {}
 
-  /// K-major: the element at byte `byte` of `row`. The k columns of one wgmma are in one atom column.
-  template <typename T>
-  float k_major(int row, int byte) const {
-    return element<T>(address + row / 8 * stride_byte_offset + row % 8 * row_bytes + byte);
+  /// K-major: the columns of `row` that one wgmma multiplies, which are in one atom column.
+  template <typename T, int kDepth>
+  void k_major(int row, float (&to)[kDepth]) const {
+    const uint32_t from = address + row / 8 * stride_byte_offset + row % 8 * row_bytes;
+    for (int byte = 0; byte < 32; byte += kChunkBytes) chunk<T>(from + byte, to + byte / sizeof(T));
   }
-  /// MN-major: the element at byte `byte` of `row`, which runs over all atom columns.
-  template <typename T>
-  float mn_major(int row, int byte) const {
-    const uint32_t atom_column = address + byte / row_bytes * leading_byte_offset;
-    return element<T>(atom_column + row / 8 * stride_byte_offset + row % 8 * row_bytes + byte % row_bytes);
+  /// MN-major: columns of `row`, which runs over all atom columns, from column `first` on, a multiple of 8.
+  template <typename T, int kColumns>
+  void mn_major(int row, int first, float (&to)[kColumns]) const {
+    const uint32_t from = address + row / 8 * stride_byte_offset + row % 8 * row_bytes;
+    for (int column = 0; column < kColumns; column += kChunkBytes / sizeof(T)) {
+      const uint32_t byte = (first + column) * sizeof(T);
+      chunk<T>(from + byte / row_bytes * leading_byte_offset + byte % row_bytes, to + column);
+    }
   }
 
  private:
+  static constexpr int kChunkBytes = 16;  // which the swizzle does not divide
+
   template <typename T>
-  static float element(uint32_t at, int row_bytes) {
-    T x;
-    std::memcpy(&x, ::shared + ptx::host::swizzled(at, row_bytes), sizeof(x));
-    return to_f32(x);
-  }
-  template <typename T>
-  float element(uint32_t at) const {
-    return element<T>(at, row_bytes);
+  void chunk(uint32_t from, float* to) const {
+    T elements[kChunkBytes / sizeof(T)];
+    std::memcpy(elements, ::shared + ptx::host::swizzled(from, row_bytes), kChunkBytes);
+    for (const T& element : elements) *to++ = to_f32(element);
   }
 };
 
@@ -75,16 +77,21 @@ struct WgmmaLane {
 /// d += a b for one warp: `a` is its 16 rows, `b` is shared by all warps.
 template <int kColumns, int kDepth>
 void multiply(void* const* lanes, const float (&a)[16][kDepth], const float (&b)[kDepth][kColumns]) {
-  float sums[16][kColumns] = {};
-  for (int row = 0; row < 16; ++row) {
-    for (int k = 0; k < kDepth; ++k) {
-      for (int column = 0; column < kColumns; ++column) sums[row][column] += a[row][k] * b[k][column];
-    }
-  }
-  for (int i = 0; i < emulator::kWarp; ++i) {
-    float* const d = static_cast<WgmmaLane*>(lanes[i])->d;
-    for (int j = 0; j < kColumns / 8; ++j) {
-      for (int e = 0; e < 4; ++e) d[4 * j + e] += sums[i / 4 + e / 2 * 8][8 * j + 2 * (i % 4) + e % 2];
+  using xa::ptx::host::Row;
+  constexpr int kRows = 8;  // whose sums of 8 columns are in registers
+  for (int tile = 0; tile < kColumns / 8; ++tile) {
+    for (int first = 0; first < 16; first += kRows) {
+      Row sums[kRows] = {};
+      for (int k = 0; k < kDepth; ++k) {
+        Row columns;
+        std::memcpy(&columns, &b[k][8 * tile], sizeof(columns));
+#pragma GCC unroll 8
+        for (int row = 0; row < kRows; ++row) sums[row] += a[first + row][k] * columns;
+      }
+      for (int i = 0; i < emulator::kWarp; ++i) {
+        float* const d = static_cast<WgmmaLane*>(lanes[i])->d + 4 * tile + first / 4;
+        for (int e = 0; e < 2; ++e) d[e] += sums[i / 4][2 * (i % 4) + e];
+      }
     }
   }
 }
@@ -106,11 +113,8 @@ struct Wgmma {
           const int first_row = static_cast<int>(threadIdx.x) % 128 / 32 * 16;
           float a[16][kDepth];
           static float b[kDepth][kColumns];
-          for (int k = 0; k < kDepth; ++k) {
-            const int byte = k * static_cast<int>(sizeof(T));
-            for (int row = 0; row < 16; ++row) a[row][k] = from_a.template k_major<T>(first_row + row, byte);
-            for (int column = 0; column < kColumns; ++column) b[k][column] = from_b.template k_major<T>(column, byte);
-          }
+          for (int row = 0; row < 16; ++row) from_a.template k_major<T>(first_row + row, a[row]);
+          transposed(from_b, b);
           host::multiply<kColumns, kDepth>(lanes, a, b);
         },
         &lane);
@@ -137,12 +141,10 @@ struct Wgmma {
             }
           }
           const host::MatrixDescriptor from(static_cast<host::WgmmaLane*>(lanes[0])->b_descriptor);
-          for (int k = 0; k < kDepth; ++k) {
-            for (int column = 0; column < kColumns; ++column) {
-              constexpr int kBytes = sizeof(T);
-              b[k][column] = kTransposesB ? from.template mn_major<T>(k, column * kBytes)
-                                          : from.template k_major<T>(column, k * kBytes);
-            }
+          if (kTransposesB) {
+            for (int k = 0; k < kDepth; ++k) from.template mn_major<T>(k, 0, b[k]);
+          } else {
+            transposed(from, b);
           }
           host::multiply<kColumns, kDepth>(lanes, a, b);
         },
@@ -150,6 +152,14 @@ struct Wgmma {
   }
 
  private:
+  /// Reads b, K-major in shared memory.
+  static void transposed(const host::MatrixDescriptor& from, float (&b)[kDepth][kColumns]) {
+    for (int column = 0; column < kColumns; ++column) {
+      float row[kDepth];
+      from.k_major<T>(column, row);
+      for (int k = 0; k < kDepth; ++k) b[k][column] = row[k];
+    }
+  }
   static void clear(float (&d)[kColumns / 8][4]) {
     for (auto& tile : d) {
       for (float& number : tile) number = 0.0f;

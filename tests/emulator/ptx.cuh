@@ -32,15 +32,20 @@ struct MmaLane {
   uint32_t b[2];
 };
 
+/// 8 columns of a product.
+using Row = float __attribute__((vector_size(32)));
+
 /// c[16, 8] += a[16, K] b[K, 8] from the fragments of a warp, in the lane layout of mma.sync.
 template <int K>
 void multiply(void* const* lanes, const float (&a)[16][K], const float (&b)[K][8]) {
-  for (int i = 0; i < emulator::kWarp; ++i) {
-    float* const c = static_cast<MmaLane*>(lanes[i])->c;
-    const int g = i / 4, t = i % 4;
-    for (int e = 0; e < 4; ++e) {
-      for (int k = 0; k < K; ++k) c[e] += a[g + e / 2 * 8][k] * b[k][2 * t + e % 2];
-    }
+  Row columns[K];
+  std::memcpy(columns, b, sizeof(columns));
+  for (int row = 0; row < 16; ++row) {
+    const auto of_lane = [&](int t) { return static_cast<MmaLane*>(lanes[row % 8 * 4 + t])->c + row / 8 * 2; };
+    Row sums;
+    for (int column = 0; column < 8; ++column) sums[column] = of_lane(column / 2)[column % 2];
+    for (int k = 0; k < K; ++k) sums += a[row][k] * columns[k];
+    for (int column = 0; column < 8; ++column) of_lane(column / 2)[column % 2] = sums[column];
   }
 }
 
