@@ -1,6 +1,7 @@
 //! Addresses of the K and V rows of a block of keys, in pages or packed.
 
 use super::sequences::{LONGEST_COVER, Sequence, SequenceKeys, Window};
+use crate::cpu::simd::load_lines;
 use crate::problem::attention::{Attention, KeyStorage, PageTable};
 use crate::problem::{KvScaleCache, KvView};
 use std::ops::Range;
@@ -71,6 +72,12 @@ impl KvTensors {
             },
             scales: problem.scale_cache.as_ref().map(ScaleRows::of),
         }
+    }
+
+    /// Whether K and V of a head are adjacent, and the heads of a token too.
+    pub(super) fn is_interleaved(&self) -> bool {
+        let (k, v) = (&self.k, &self.v);
+        k.head == v.head && k.head == (k.len + v.len) as isize && v.data == k.data.wrapping_add(k.len)
     }
 }
 
@@ -164,6 +171,25 @@ impl BlockRows {
         true
     }
 
+    /// Load a byte of each cache line of the rows of `heads`, in the order of the memory. The CPU's hardware prefetchers
+    /// run ahead of these loads, but not of software prefetches of the same lines, nor of the kernels' loads, which go
+    /// from a key's row to that of the next key.
+    ///
+    /// # Safety
+    /// The rows are readable.
+    pub(super) unsafe fn load(&self, kv: &KvTensors, heads: Range<usize>) {
+        let (k, v) = (&kv.k, &kv.v);
+        if kv.is_interleaved() {
+            // SAFETY: as below; K and V of a head and those of the next one are adjacent.
+            return unsafe { load_rows(&self.k[..self.len], k, heads, k.len + v.len) };
+        }
+        // SAFETY: the caller guarantees readable rows.
+        unsafe {
+            load_rows(&self.k[..self.len], k, heads.clone(), k.len);
+            load_rows(&self.v[..self.len], v, heads, v.len);
+        }
+    }
+
     /// The scales of the rows of one KV head.
     #[inline(always)]
     pub(super) fn scales_of_head(&self, scales: &ScaleRows, head: usize) -> HeadScales<'_> {
@@ -175,6 +201,28 @@ impl BlockRows {
     #[inline(always)]
     pub(super) fn of_head(&self, kv: &KvTensors, head: usize) -> HeadRows<'_> {
         HeadRows { block: self, k_offset: head as isize * kv.k.head, v_offset: head as isize * kv.v.head }
+    }
+}
+
+/// [`BlockRows::load`] of K or V, whose rows of KV head 0 are at `rows`, with `len` bytes per head.
+///
+/// # Safety
+/// As [`BlockRows::load`].
+unsafe fn load_rows(rows: &[*const u8], strides: &StridedRows, heads: Range<usize>, len: usize) {
+    let at = |row: &*const u8, head: usize| row.wrapping_offset(head as isize * strides.head);
+    // SAFETY: the caller guarantees readable rows.
+    unsafe {
+        if strides.head == len as isize {
+            for row in rows {
+                load_lines(at(row, heads.start), heads.len() * len);
+            }
+            return;
+        }
+        for head in heads {
+            for row in rows {
+                load_lines(at(row, head), len);
+            }
+        }
     }
 }
 

@@ -39,22 +39,13 @@ pub(super) struct BlockBuffers {
     pub(super) scales: *mut f32,
 }
 
-/// How many keys and KV heads are attended to while the next ones are prefetched.
-#[derive(Clone, Copy)]
-pub(super) struct BlockSize {
-    /// A multiple of [`BlockKernel::PADDING`], at most [`super::block_rows::BLOCK`].
-    pub(super) keys: usize,
-    /// At most those of the work tile.
-    pub(super) heads: usize,
-}
-
 /// Computes block steps for one [`super::plan::QueryLayout`].
 pub(super) trait BlockKernel<S: Simd> {
     /// The kernel loads the rows of a block up to a multiple of this many keys.
     const PADDING: usize;
-    /// The size of a block, where the work tile has this many KV heads, and the K and V row of a key and head have
-    /// `row_bytes` together.
-    fn block_size(heads: usize, row_bytes: usize) -> BlockSize;
+    /// Keys of a block whose rows have `key_bytes` per key, in all heads of the work tile together: a multiple of
+    /// PADDING, at most [`super::block_rows::BLOCK`].
+    fn block_keys(key_bytes: usize) -> usize;
     /// Update the softmax state with a block of keys, and meanwhile prefetch the rows of the next block.
     ///
     /// # Safety

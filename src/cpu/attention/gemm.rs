@@ -12,7 +12,7 @@
 //! needs no sum across lanes. K and V of a block are packed once for all micro-panels (`packing`).
 
 use super::block_rows::BLOCK;
-use super::block_step::{BlockBuffers, BlockKernel, BlockSize, BlockStep};
+use super::block_step::{BlockBuffers, BlockKernel, BlockStep};
 use super::key_scales::KeyScales;
 use super::packing::pack_block;
 use super::prefetcher::Prefetcher;
@@ -29,8 +29,8 @@ pub(super) struct GemmKernel;
 impl<S: Simd> BlockKernel<S> for GemmKernel {
     const PADDING: usize = 32;
 
-    fn block_size(heads: usize, _: usize) -> BlockSize {
-        BlockSize { keys: BLOCK / 2 * S::ELEMENTS_PER_LANE, heads }
+    fn block_keys(_: usize) -> usize {
+        BLOCK / 2 * S::ELEMENTS_PER_LANE
     }
 
     #[inline(always)]

@@ -8,7 +8,7 @@
 //! share a lane: p is `[keys / E][ROWS]`. q is `[ROWS][D / E]` and o `[ROWS][Dv]`, each row padded to whole vectors.
 
 use super::block_rows::BLOCK;
-use super::block_step::{BlockBuffers, BlockKernel, BlockSize, BlockStep};
+use super::block_step::{BlockBuffers, BlockKernel, BlockStep};
 use super::key_scales::KeyScales;
 use super::kv_loader::KvLoader;
 use super::prefetcher::Prefetcher;
@@ -25,12 +25,12 @@ impl<S: Simd, L: KvLoader<S>, const ROWS: usize> BlockKernel<S> for GemvKernel<L
     /// The keys of E steps.
     const PADDING: usize = S::LANES / ROWS * S::ELEMENTS_PER_LANE;
 
-    /// Two blocks, the one that is read and the one that is prefetched, take little of the L2 cache. With that, the more
-    /// keys the better: o is loaded, rescaled and stored once per block and head.
-    fn block_size(_: usize, row_bytes: usize) -> BlockSize {
-        const BLOCK_BYTES: usize = 64 << 10;
+    /// Two blocks, the one that is read and the one that is prefetched, take a quarter of an L2 cache of 1 MB. With fewer
+    /// keys o is loaded, rescaled and stored more often, once per block and head.
+    fn block_keys(key_bytes: usize) -> usize {
+        const BLOCK_BYTES: usize = 128 << 10;
         let padding = <Self as BlockKernel<S>>::PADDING;
-        BlockSize { keys: (BLOCK_BYTES / row_bytes / padding * padding).clamp(padding, BLOCK), heads: 1 }
+        (BLOCK_BYTES / key_bytes / padding * padding).clamp(padding, BLOCK)
     }
 
     #[inline(always)]

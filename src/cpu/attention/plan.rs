@@ -63,6 +63,11 @@ impl WorkTile {
         first..(first + self.split_len).min(self.keys.end)
     }
 
+    /// Whether reading K and V is a large part of the tile's time.
+    pub(super) fn has_few_rows(&self) -> bool {
+        self.lanes <= ALL_HEADS_ROWS
+    }
+
     /// Elements of (o, m, l) for one KV head.
     pub(super) fn head_state_len(&self) -> usize {
         self.o_len + 2 * self.lanes

@@ -33,8 +33,7 @@ impl Chunks {
     fn new(kv: &KvTensors, heads: usize) -> Self {
         let (k, v) = (kv.k, kv.v);
         let [k_heads_adjacent, v_heads_adjacent] = [k, v].map(|rows| heads == 1 || rows.head == rows.len as isize);
-        if k.head == v.head && k.head == (k.len + v.len) as isize && v.data == k.data.wrapping_add(k.len) {
-            // K and V of a head are adjacent, and so are the heads: one chunk.
+        if kv.is_interleaved() {
             Self { count: 1, len: [heads * (k.len + v.len), 0] }
         } else if k_heads_adjacent && v_heads_adjacent {
             Self { count: 2, len: [heads * k.len, heads * v.len] }

@@ -260,15 +260,14 @@ impl RunFwdJob<'_> {
         let mut blocks = [BlockRows::empty(), BlockRows::empty()];
         let [block, next] = &mut blocks;
         let (mut block, mut next) = (block, next);
-        let size = K::block_size(tile.heads.len(), kv.k.len + kv.v.len);
+        let block_keys = K::block_keys(tile.heads.len() * (kv.k.len + kv.v.len));
         // A thread that takes a whole tile goes on to the next split: its first block is prefetched during the last one of
         // this split.
         let whole_tile = matches!(self.job, FwdJob::Task(FwdTask::Tile { .. }));
         let block_at = |first: usize| {
             let end = if whole_tile && first >= keys.end { tile.keys.end } else { keys.end };
-            first.min(end)..(first + size.keys).min(end)
+            first.min(end)..(first + block_keys).min(end)
         };
-        let heads_at = |first: usize| first..(first + size.heads).min(tile.heads.end);
         // SAFETY: at most BLOCK keys of the sequence; their page ids are a view of the problem.
         unsafe { block.locate(kv, sequence, block_at(keys.start), K::PADDING) };
         while block.len > 0 && block.first < keys.end {
@@ -278,32 +277,28 @@ impl RunFwdJob<'_> {
                 std::mem::swap(&mut block, &mut next);
                 continue;
             }
-            for first_head in tile.heads.clone().step_by(size.heads) {
-                let heads = heads_at(first_head);
-                let mut prefetcher = if heads.end < tile.heads.end {
-                    Prefetcher::new(kv, block, heads_at(heads.end))
-                } else {
-                    Prefetcher::new(kv, next, heads_at(tile.heads.start))
-                };
-                for kv_head in heads {
-                    let head = kv_head - tile.heads.start;
-                    // SAFETY: page ids are clamped, so the row addresses lie in K and V; the scales are views of the
-                    // problem; queries, state, lanes and buffers are sized for the tile.
-                    unsafe {
-                        let block_step = BlockStep {
-                            rows: block.of_head(kv, kv_head),
-                            scales: kv.scales.map(|scales| block.scales_of_head(&scales, kv_head)),
-                            q: q.wrapping_add(head * tile.q_len),
-                            state: SoftmaxState::of_head(tile, state, head),
-                            lanes: &self.scratch.lanes,
-                            head,
-                            transform: LogitsTransform::of_head(problem, kv_head),
-                            kv_dtype: problem.kv_dtype,
-                            d: problem.head_dim,
-                            dv: problem.value_dim,
-                        };
-                        K::attend(simd, block_step, &mut prefetcher, buffers);
-                    }
+            if tile.has_few_rows() {
+                // SAFETY: page ids are clamped, so the row addresses lie in K and V.
+                unsafe { block.load(kv, tile.heads.clone()) };
+            }
+            let mut prefetcher = Prefetcher::new(kv, next, tile.heads.clone());
+            for (head, kv_head) in tile.heads.clone().enumerate() {
+                // SAFETY: the row addresses lie in K and V; the scales are views of the problem; queries, state, lanes
+                // and buffers are sized for the tile.
+                unsafe {
+                    let block_step = BlockStep {
+                        rows: block.of_head(kv, kv_head),
+                        scales: kv.scales.map(|scales| block.scales_of_head(&scales, kv_head)),
+                        q: q.wrapping_add(head * tile.q_len),
+                        state: SoftmaxState::of_head(tile, state, head),
+                        lanes: &self.scratch.lanes,
+                        head,
+                        transform: LogitsTransform::of_head(problem, kv_head),
+                        kv_dtype: problem.kv_dtype,
+                        d: problem.head_dim,
+                        dv: problem.value_dim,
+                    };
+                    K::attend(simd, block_step, &mut prefetcher, buffers);
                 }
             }
             std::mem::swap(&mut block, &mut next);

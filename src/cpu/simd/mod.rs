@@ -453,6 +453,18 @@ impl fmt::Debug for Isa {
     }
 }
 
+/// Load a byte of each cache line of a row.
+///
+/// # Safety
+/// The row is readable.
+#[inline(always)]
+pub(crate) unsafe fn load_lines(row: *const u8, bytes: usize) {
+    for byte in (0..bytes).step_by(CACHE_LINE) {
+        // SAFETY: the byte is one of the row's. Volatile, because the loads are all that is wanted.
+        unsafe { row.add(byte).read_volatile() };
+    }
+}
+
 /// Prefetch all cache lines of a row into the L2 cache. Its addresses need not be readable.
 #[inline(always)]
 pub(crate) fn prefetch_row(row: *const u8, bytes: usize) {
