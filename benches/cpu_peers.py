@@ -2,16 +2,21 @@
 
 `python benches/cpu_peers.py [word ...]` runs the cases whose name contains a word. The implementations run in
 interleaved rounds, so that all see the machine in the same state; the figure is the median. The first call of a round
-is not timed, because threads of the previous implementation may still be spinning. Operands are random normal numbers.
+is not timed, because threads of the previous implementation may still be active. Operands are random normal numbers.
+Decode reads several caches in rotation, and torch's sum is one of its implementations: the rate at which it reads
+memory changes within seconds on a shared machine.
 """
 
 import functools
+import itertools
 import os
 import statistics
 import sys
 import time
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
+# torch's threads would otherwise spin for longer than a call of decode takes.
+os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 
 import jax
 import jax.numpy as jnp
@@ -21,6 +26,9 @@ from xla_attention.jax import flash_attn_varlen, paged_attention
 
 ROUNDS = 12
 CALLS_PER_ROUND = 3
+# Decode's caches, which together do not fit the CPU's caches, and the reader's numbers.
+DECODE_CACHES = 4
+READER, READER_NUMBERS = "torch sum", 1 << 26
 
 
 def medians(implementations, rounds=ROUNDS):
@@ -38,8 +46,14 @@ def medians(implementations, rounds=ROUNDS):
 
 def in_jax(function, *operands):
     """A call of a jitted function that waits for its result."""
-    compiled = jax.jit(function).lower(*operands).compile()
-    return lambda: jax.block_until_ready(compiled(*operands))
+    return in_rotation(function, [operands])
+
+
+def in_rotation(function, calls):
+    """The same with the operands of each of `calls` in turn."""
+    compiled = jax.jit(function).lower(*calls[0]).compile()
+    turns = itertools.cycle(calls)
+    return lambda: jax.block_until_ready(compiled(*next(turns)))
 
 
 def torch_dtype(dtype):
@@ -109,13 +123,17 @@ def training(dtype, *, seqs=2, rows=1024, heads=8, d=128):
 
 def decode(dtype, *, seqs=8, keys=2048, q_heads=32, kv_heads=8, d=128, page_size=16):
     """One query per sequence, over pages in random order; torch reads keys from a dense buffer."""
-    operands = paged([(1, keys)] * seqs, q_heads, kv_heads, d, page_size, dtype)
-    implementations = {"ours": in_jax(functools.partial(paged_attention, scale=d**-0.5), *operands)}
+    import torch
+
+    calls = [paged([(1, keys)] * seqs, q_heads, kv_heads, d, page_size, dtype) for _ in range(DECODE_CACHES)]
+    implementations = {"ours": in_rotation(functools.partial(paged_attention, scale=d**-0.5), calls)}
+    implementations[READER] = torch.rand(READER_NUMBERS).sum
     if dtype not in FP8:
         shapes = [(seqs, q_heads, 1, d), (seqs, kv_heads, keys, d), (seqs, kv_heads, keys, d)]
         implementations["torch SDPA"] = in_torch(shapes, dtype, enable_gqa=True)
     size = 2 * seqs * keys * kv_heads * d * jnp.dtype(dtype).itemsize
-    return implementations, lambda seconds: f"{size / seconds / 1e9:7.1f} GB/s"
+    share = size / (READER_NUMBERS * torch.float32.itemsize)
+    return implementations, lambda seconds: f"{size / seconds / 1e9:7.1f} GB/s", share
 
 
 def ragged(dtype, *, q_heads=32, kv_heads=8, d=128, page_size=16):
@@ -163,15 +181,6 @@ def gathered_attention(query, kv_cache, context_lens, block_tables, query_start_
     return jnp.zeros_like(query).at[jnp.where(valid, row, len(query))].set(out, mode="drop")
 
 
-def read_bandwidth():
-    """The read bandwidth in bytes per second of torch's sum over 1 GiB."""
-    import torch
-
-    numbers = torch.ones(1 << 28)
-    seconds = medians({"sum": numbers.sum}, rounds=3)["sum"]
-    return numbers.numel() * 4 / seconds
-
-
 FP8 = ("float8_e4m3fn", "float8_e5m2")
 CASES = {
     **{f"prefill 2k {d}": functools.partial(prefill, d, False) for d in ("float32", "bfloat16", "float16")},
@@ -192,14 +201,16 @@ def main(*words):
 
     torch.set_num_threads(os.cpu_count())
     print(f"{os.cpu_count()} threads, torch {torch.__version__}, jax {jax.__version__}")
-    print(f"read bandwidth {read_bandwidth() / 1e9:.1f} GB/s")
     for name, prepare in CASES.items():
         if words and not any(word in name for word in words):
             continue
-        implementations, rate = prepare()
+        implementations, rate, *share = prepare()
         times = medians(implementations)
+        reader = times.pop(READER, None)
         others = [seconds for implementation, seconds in times.items() if implementation != "ours"]
         ratio = f" | ours {min(others) / times['ours']:.2f}x" if others else ""
+        if reader is not None:
+            ratio += f" | {share[0] * reader / times['ours']:.2f} of the reader's {rate(share[0] * reader).strip()}"
         shown = (
             f"{implementation} {seconds * 1e3:8.2f} ms {rate(seconds)}" for implementation, seconds in times.items()
         )
