@@ -144,6 +144,26 @@ fn a_kv_head_can_be_expanded_with_a_stride_of_0() {
     }
 }
 
+#[test]
+fn k_and_v_of_the_first_token_may_be_adjacent_and_those_of_others_not() {
+    let batch = BatchSpec { heads: (4, 2), lengths: vec![(1, 50)], ..BatchSpec::default() }.batch();
+    let invocation = AttentionCase::flash(&batch, &MemoryLayout::contiguous().bare()).invocation();
+    // Tokens of K overlap, and its last row is the last of its memory. All tokens of V are those behind K's first rows.
+    let unused = 50 * 2 * 64 - (49 * 64 + 128 + 64);
+    let results = run_with_views(&invocation, &invocation, |views| {
+        views[1].strides = Some(&[64, 128, 1]);
+        views[1].data = views[1].data.wrapping_add(unused * F32.size());
+        views[2].strides = Some(&[0, 128, 1]);
+        views[2].data = views[1].data.wrapping_add(64 * F32.size());
+    });
+    let (memory, out) = (invocation.operands[1].1.values(), results[0].values());
+    assert_eq!(out.len(), 4 * 64);
+    for (head, row) in out.chunks(64).enumerate() {
+        let value = &memory[unused + 64 + head / 2 * 128..][..64];
+        assert!(row.iter().zip(value).all(|(a, b)| (a - b).abs() < 1e-5), "query head {head}");
+    }
+}
+
 /// Runs `call` on the CPU, on the buffers of the call `memory`, which has the same results, with changed views of the
 /// operands.
 fn run_with_views(call: &Invocation, memory: &Invocation, change: impl Fn(&mut [BufferView])) -> Vec<Array> {

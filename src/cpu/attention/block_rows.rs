@@ -74,10 +74,11 @@ impl KvTensors {
         }
     }
 
-    /// Whether K and V of a head are adjacent, and the heads of a token too.
+    /// Whether K and V of a head are adjacent, and the heads of a token too, in every token.
     pub(super) fn is_interleaved(&self) -> bool {
         let (k, v) = (&self.k, &self.v);
-        k.head == v.head && k.head == (k.len + v.len) as isize && v.data == k.data.wrapping_add(k.len)
+        let (k_strides, v_strides) = ([k.page, k.token, k.head], [v.page, v.token, v.head]);
+        k_strides == v_strides && k.head == (k.len + v.len) as isize && v.data == k.data.wrapping_add(k.len)
     }
 }
 
