@@ -123,7 +123,7 @@ parallel = $(MAKE) --no-print-directory $(1) & first=$$!; $(2) & second=$$!; tra
 
 test: $(VENV)/build.stamp
 	@$(call parallel,$(VENV)/test.stamp $(PACKAGE),cargo test $(TESTED) --lib --tests --no-run)
-	$(RUST_TEST) $(TESTED)$(if $(NEXTEST),, --lib --tests)
+	$(RUST_TEST) $(TESTED) --lib --tests
 	cargo test $(TESTED) --doc
 	cargo run $(TESTED) --quiet --profile test --example c_interface
 	cargo run $(TESTED) --quiet --profile test --package dependent_crate
