@@ -50,7 +50,7 @@ class DecodeLoop {
                                         const Scales& scales = {})
       : params_(params),
         work_(work),
-        ring_(rings + threadIdx.x / 32 * Shape::kRingBytes),
+        rings_(rings),
         first_key_(first_block_key<Shape>(work.keys)),
         slots_(params, work, first_key_),
         loader_(params, work, first_warp_column<Shape>()),
@@ -166,7 +166,10 @@ class DecodeLoop {
   }
 
   /// Shared address of a stage's block of K; the block of V follows it.
-  __device__ __forceinline__ uint32_t keys(int32_t stage) const { return ring_ + stage * 2 * Shape::kBlockBytes; }
+  __device__ __forceinline__ uint32_t keys(int32_t stage) const {
+    const uint32_t warp = opaque_if<(Shape::kRowBytes >= 1024)>(threadIdx.x) / 32;
+    return rings_ + warp * Shape::kRingBytes + stage * 2 * Shape::kBlockBytes;
+  }
 
   /// Starts to copy the next blocks, which begin at `key`. Past the end of the keys it commits an empty group, so that
   /// the number of pending groups stays the same.
@@ -214,7 +217,7 @@ class DecodeLoop {
 
   const AttentionParams& params_;
   const WorkTile& work_;
-  uint32_t ring_;
+  uint32_t rings_;
   int32_t first_key_;
   PageTableReader<Shape::kKeys, kStep, (Shape::kRowBytes < 1024), kHasTokenScales<Stored>> slots_;
   DecodeLoader<Stored, Shape::kWarpColumns, Shape::kBlockBytes, Shape::kHoldsAddresses> loader_;

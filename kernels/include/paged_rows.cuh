@@ -30,7 +30,7 @@ struct LaneGrid {
   /// Computed again at each use: a few instructions, instead of registers throughout the loop over keys.
   __device__ __forceinline__ LaneGrid() {
     const int lane = ptx::opaque(threadIdx.x % 32);
-    row = kStepsPerRow > 1 ? 0 : lane / kChunks;
+    row = kChunks >= 32 ? 0 : lane / kChunks;
     chunk = lane - row * kChunks;
   }
   /// Whether the lane has a chunk in step `step` of a row. With 6, 12 or 24 chunks per row the last lanes have none.

@@ -102,29 +102,37 @@ class PairLoader {
     for (int first_step = 0; first_step < kSteps; first_step += kAtOnce) {
       Side sides[kAtOnce];
 #pragma unroll
-      for (int i = 0; i < kAtOnce; ++i) sides[i] = side(grid, first_step + i);
+      for (int i = 0; i < kAtOnce; ++i) sides[i] = side(grid, first_step + i, destination);
+      const auto copy_row = [&](int i, int r, const T* from) {
+        if (grid.has_chunk(first_step + i)) copy(sides[i], r, from, visible.holds(first + grid.row + r));
+      };
       if (fits_pages) {
         const T* from[kAtOnce];
 #pragma unroll
-        for (int i = 0; i < kAtOnce; ++i) from[i] = sides[i].token(page, slot.offset + grid.row);
+        for (int i = 0; i < kAtOnce; ++i) {
+          from[i] =
+              sides[i].column + int64_t{page} * sides[i].page_stride + (slot.offset + grid.row) * sides[i].token_stride;
+        }
         // Of 8 bits only few loads come here (whole_rows.cuh).
 #pragma unroll(sizeof(T) == 1 ? 1 : kTokensPerLoad)
         for (int r = 0; r < kTokensPerLoad; r += Grid::kRowsPerStep) {
-          const int32_t row = r + grid.row;
 #pragma unroll
           for (int i = 0; i < kAtOnce; ++i) {
-            if (grid.has_chunk(first_step + i)) copy(sides[i], destination, row, from[i], visible.holds(first + row));
+            copy_row(i, r, from[i]);
             from[i] += Grid::kRowsPerStep * sides[i].token_stride;
           }
         }
       } else {
-#pragma unroll 4
-        for (int32_t row = grid.row; row < kTokensPerLoad + grid.row; row += Grid::kRowsPerStep) {
-          const int32_t page_of_row = __shfl_sync(~0u, page, row), offset = __shfl_sync(~0u, slot.offset, row);
+        // Products of 64 bits take many instructions, so each lane computes where one token's row begins: the first
+        // kTokensPerLoad lanes in K, the others in V. The lanes that copy a row get it from there.
+        const KvSource& own = opaque_if<sizeof(T) == 1>(threadIdx.x) % 32 < kTokensPerLoad ? params_.k : params_.v;
+        const int64_t start = int64_t{page} * own.page_stride + slot.offset * own.token_stride;
+#pragma unroll(sizeof(T) == 2 ? kTokensPerLoad : 4)
+        for (int r = 0; r < kTokensPerLoad; r += Grid::kRowsPerStep) {
 #pragma unroll
           for (int i = 0; i < kAtOnce; ++i) {
-            if (!grid.has_chunk(first_step + i)) continue;
-            copy(sides[i], destination, row, sides[i].token(page_of_row, offset), visible.holds(first + row));
+            const int32_t lane = r + grid.row + (sides[i].is_value ? kTokensPerLoad : 0);
+            copy_row(i, r, sides[i].column + __shfl_sync(~0u, start, lane));
           }
         }
       }
@@ -132,20 +140,16 @@ class PairLoader {
   }
 
  private:
-  /// Addresses of the lane's chunk of a step, which is one of K or of V.
+  /// The lane's chunk of a step, which is one of K or of V.
   struct Side {
-    const T* column;  // in token 0 of page 0
+    bool is_value;
+    const T* column;  // the chunk in token 0 of page 0
     int64_t page_stride;
     int64_t token_stride;
-    int32_t chunk;  // within its row
-    int32_t left;   // elements of the row from the chunk on
-    uint32_t rows;  // offset of K's or V's rows in shared memory
-
-    __device__ __forceinline__ const T* token(int32_t page, int32_t offset) const {
-      return column + page * page_stride + offset * token_stride;
-    }
+    int32_t left;  // elements of the row from the chunk on
+    uint32_t to;   // shared address of the chunk in the lane's first row
   };
-  __device__ __forceinline__ Side side(const Grid& grid, int step) const {
+  __device__ __forceinline__ Side side(const Grid& grid, int step, uint32_t destination) const {
     const int32_t chunk = grid.chunk + 32 * step;
     // With 32 chunks per row or a multiple, a whole step belongs to K or to V.
     const bool is_value = kChunks % 32 == 0 ? 32 * step >= kChunks : chunk >= kChunks;
@@ -153,17 +157,18 @@ class PairLoader {
     const int32_t row_chunk = chunk - (is_value ? kChunks : 0);
     const int32_t left = (is_value ? params_.value_dim : params_.head_dim) - first_column_ - row_chunk * kElements;
     const T* const head = static_cast<const T*>(source.base) + work_.kv_head * source.head_stride;
-    return Side{head + (left > 0 ? first_column_ + row_chunk * kElements : 0),
+    return Side{is_value,
+                head + (left > 0 ? first_column_ + row_chunk * kElements : 0),
                 source.page_stride,
                 source.token_stride,
-                row_chunk,
                 left,
-                is_value ? static_cast<uint32_t>(kValuesOffset) : 0u};
+                destination + (is_value ? kValuesOffset : 0) + Rows::offset(grid.row, row_chunk)};
   }
 
-  __device__ __forceinline__ void copy(const Side& side, uint32_t destination, int32_t row, const T* from,
-                                       bool visible) const {
-    const uint32_t to = destination + side.rows + Rows::offset(row, side.chunk);
+  /// Copies the lane's chunk of the row `r` rows after its first one, a multiple of Grid::kRowsPerStep.
+  __device__ __forceinline__ void copy(const Side& side, int r, const T* from, bool visible) const {
+    // The row of a lane's first step has other bits than `r`, so the swizzles of both are XORed.
+    const uint32_t rows = r * Rows::kPitch, swizzle = Rows::offset(r, 0) - rows, to = (side.to ^ swizzle) + rows;
     if (sizeof(T) == 1 && params_.has_narrow_rows != 0) {
       ptx::cp_async_8(to, from, visible && side.left > 0);
       ptx::cp_async_8(to + 8, from + (side.left > 8 ? 8 : 0), visible && side.left > 8);

@@ -3,7 +3,7 @@
 // A block is usual if each of its loads lies in one page, all of its keys are visible, rows fill the warp's columns and
 // are aligned to 16 bytes, and K and V have the same strides. A step is then one addition to the address in the cache,
 // and in shared memory a constant that is XORed and one that is added: about 3 instructions per 16 bytes. Other blocks
-// are loaded by PairLoader, which takes 27, more than the conversion of the rows.
+// are loaded by PairLoader, which takes several times as many.
 #pragma once
 
 #include <cstdint>
