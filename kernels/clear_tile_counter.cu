@@ -1,12 +1,14 @@
-// Clears the tile counter of hopper_prefill*.cu, which starts without waiting for this kernel. A memset takes longer,
-// because the kernel after it starts when it is complete.
+// Clears the counters of a kernel that starts without waiting for this one: the tile counter of hopper_prefill*.cu, and
+// what hopper_fused.cu has besides. A memset takes longer, because the kernel after it starts when it is complete.
 //
-// Launch: one thread.
+// Launch: one CTA.
+
+#include <cstdint>
 
 #include "hopper/ptx.cuh"
 #include "params/clear_tile_counter.cuh"
 
-extern "C" __global__ void __launch_bounds__(1) XA_ENTRY(const __grid_constant__ xa::ClearTileCounterParams params) {
+extern "C" __global__ void __launch_bounds__(128) XA_ENTRY(const __grid_constant__ xa::ClearTileCounterParams params) {
   xa::hopper::ptx::launch_dependents();
-  *params.next_tile = 0;
+  for (int32_t i = threadIdx.x; i < params.count; i += blockDim.x) params.next_tile[i] = 0;
 }

@@ -6,11 +6,13 @@
 //   XA_DTYPE     f16, bf16
 //   XA_HEAD_DIM  D and Dv, exactly (include/hopper/shape.cuh)
 // Launch: one CTA per SM of kThreads threads, at least Hkv CTAs, with the larger kSharedBytes of both shapes of dynamic
-// shared memory. The page size is a multiple of kTokensPerLoad. HopperPrefillParams::next_tile must not be null.
+// shared memory. The page size is a multiple of kTokensPerLoad. HopperPrefillParams::next_tile is followed by the
+// arrival counters of split tiles (include/hopper/merge_last.cuh); clear_tile_counter clears both.
 
 #include "decode.cuh"
 #include "element.cuh"
 #include "hopper/fused.cuh"
+#include "hopper/merge_last.cuh"
 #include "hopper/prefill.cuh"
 #include "hopper/schedule.cuh"
 #include "hopper/shape.cuh"
@@ -34,6 +36,8 @@ extern "C" __global__ void __launch_bounds__(Shape::kThreads, 1)
   uint8_t* const aligned = shared + -xa::ptx::shared_address(shared) % 1024;
   const xa::hopper::FusedWork work = xa::hopper::estimate_work<Shape::kThreads, DecodeShape::kRows, Shape::kRows>(
       params, reinterpret_cast<xa::hopper::FusedWork*>(aligned));
+  // clear_tile_counter may still run. The counters are not accessed before this.
+  xa::hopper::ptx::wait_for_previous_kernel();
   const int32_t ranges = xa::hopper::decode_ranges(work, decode.num_kv_heads);
   const int32_t cta = blockIdx.x, range = cta / decode.num_kv_heads, kv_head = cta - range * decode.num_kv_heads;
   if (range < ranges) {
@@ -41,16 +45,19 @@ extern "C" __global__ void __launch_bounds__(Shape::kThreads, 1)
                                            params.prefill.v_head_atom_columns};
     xa::hopper::TmaRing<DecodeShape>(aligned).init();
     int32_t count = 0;
-    xa::decode_work_range<DecodeShape, T, T, LogitsTransform, false>(
-        decode, kv_head, xa::WorkRangeIndex{range, ranges}, aligned, [&](const xa::WorkTile& work_tile) {
+    xa::decode_work_tiles<DecodeShape, T, T, LogitsTransform, false>(
+        decode, kv_head, xa::WorkRangeIndex{range, ranges}, aligned,
+        [&](const xa::WorkTile& work_tile) {
           return xa::hopper::TmaDecodeLoop<DecodeShape, T>(decode, work_tile, maps, aligned, count);
+        },
+        [&](const xa::WorkTile& work_tile, const xa::WorkRange& work_range) {
+          xa::hopper::merge_if_last<DecodeShape, T>(decode, work_tile, work_range, params.prefill.next_tile + 1,
+                                                    aligned);
         });
     xa::hopper::TmaRing<DecodeShape>(aligned).invalidate();
     // Prefill's mbarriers and TMA loads reuse the shared memory that decode has read and written.
     xa::hopper::ptx::fence_proxy_async_shared();
     __syncthreads();
-  } else {
-    xa::hopper::store_empty_split_record(decode, kv_head, range);
   }
   xa::hopper::prefill<Shape, T, LogitsTransform, true>(params.prefill, xa::hopper::InitialTiles::none(), shared);
 }

@@ -54,11 +54,12 @@ __device__ __forceinline__ void attend_keys(const AttentionParams& params, const
 
 /// Determines the CTA's work range of a KV head and computes it. Every thread of the CTA calls this.
 /// `shared` is Shape::kSharedBytes long; its WorkTile and WorkRange stay valid. `make_loop(work)` returns the loop over
-/// the keys of a work tile (decode_loop.cuh).
-template <typename Shape, typename T, typename Stored, typename LogitsTransform, bool kFixedSplits, typename MakeLoop>
-__device__ __forceinline__ void decode_work_range(const AttentionParams& params, int32_t kv_head,
+/// the keys of a work tile (decode_loop.cuh), `finish_tile(work, range)` is called when its result is stored.
+template <typename Shape, typename T, typename Stored, typename LogitsTransform, bool kFixedSplits, typename MakeLoop,
+          typename FinishTile>
+__device__ __forceinline__ void decode_work_tiles(const AttentionParams& params, int32_t kv_head,
                                                   const WorkRangeIndex& index, uint8_t* shared,
-                                                  const MakeLoop& make_loop) {
+                                                  const MakeLoop& make_loop, const FinishTile& finish_tile) {
   using Unit = WorkUnit<Shape::kRows, Shape::kKeyWarps * Shape::kKeys>;
   auto& work = *reinterpret_cast<WorkTile*>(shared + Shape::kWorkTileOffset);
   auto& range = *reinterpret_cast<WorkRange*>(shared + Shape::kWorkRangeOffset);
@@ -72,7 +73,19 @@ __device__ __forceinline__ void decode_work_range(const AttentionParams& params,
     } else {
       attend_keys<Shape, T, Stored, LogitsTransform, kFixedSplits>(params, work, range, shared, make_loop);
     }
+    finish_tile(work, range);
   });
+}
+
+/// `decode_work_tiles` for a launch after which a combine kernel merges the partials.
+template <typename Shape, typename T, typename Stored, typename LogitsTransform, bool kFixedSplits, typename MakeLoop>
+__device__ __forceinline__ void decode_work_range(const AttentionParams& params, int32_t kv_head,
+                                                  const WorkRangeIndex& index, uint8_t* shared,
+                                                  const MakeLoop& make_loop) {
+  decode_work_tiles<Shape, T, Stored, LogitsTransform, kFixedSplits>(params, kv_head, index, shared, make_loop,
+                                                                     [](const WorkTile&, const WorkRange&) {});
+  const auto& work = *reinterpret_cast<const WorkTile*>(shared + Shape::kWorkTileOffset);
+  const auto& range = *reinterpret_cast<const WorkRange*>(shared + Shape::kWorkRangeOffset);
   store_split_record<Shape::kRows>(params, work, range, index.index);
 }
 

@@ -132,6 +132,7 @@ pub(crate) unsafe fn copy(to: *mut u8, from: *const u8, bytes: usize, stream: St
 ///
 /// # Safety
 /// `to` is `bytes` writable bytes of device memory of the current context.
+#[cfg(feature = "failpoints")]
 pub(crate) unsafe fn fill(to: *mut u8, byte: u8, bytes: usize, stream: Stream) -> Result {
     let (to, stream) = (to as sys::CUdeviceptr, stream.0 as sys::CUstream);
     // SAFETY: this function's contract.

@@ -11,10 +11,28 @@ use cudarc::driver::sys::CUfunction;
 use std::ffi::c_void;
 use std::ptr::null_mut;
 
-/// Size of the dynamic scheduler's tile counter.
-pub(super) const NEXT_TILE_BYTES: usize = size_of::<u64>();
+/// Threads of `clear_tile_counter`, at most.
+const CLEAR_THREADS: u32 = 128;
 
-/// The kernel that clears it; its module is loaded if necessary.
+/// Size of one of a launch's [`Counters`].
+pub(super) const COUNTER_BYTES: usize = size_of::<u64>();
+
+/// Counters of a launch in device memory, of [`COUNTER_BYTES`] each, which are cleared before it. The first one is the dynamic
+/// scheduler's tile counter.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) struct Counters {
+    pub(super) next_tile: *mut u8,
+    pub(super) count: usize,
+}
+
+impl Counters {
+    /// The tile counter alone, none if it is null.
+    pub(super) fn only(next_tile: *mut u8) -> Self {
+        Self { next_tile, count: usize::from(!next_tile.is_null()) }
+    }
+}
+
+/// The kernel that clears them; its module is loaded if necessary.
 fn clear_function() -> Result<CUfunction> {
     module::function(variants::find("clear_tile_counter", &[])?)
 }
@@ -42,44 +60,36 @@ pub(super) struct Launch<P> {
     pub(super) config: LaunchConfig,
     pub(super) parameter: P,
     pub(super) attributes: LaunchAttributes,
-    /// The dynamic scheduler's tile counter, [`NEXT_TILE_BYTES`] of device memory that are cleared before the launch; or null.
-    /// A kernel that starts early reads it when the one that clears it is complete.
-    pub(super) next_tile: *mut u8,
+    /// A kernel clears them, so a launch that has some starts early. It accesses them when that one is complete.
+    pub(super) counters: Counters,
 }
 
 impl<P: Parameter> Launch<P> {
     /// A launch without attributes or a dynamic scheduler.
     pub(super) fn new(kernel: &'static str, variant: usize, config: LaunchConfig, parameter: P) -> Self {
-        Self { kernel, variant, config, parameter, attributes: LaunchAttributes::NONE, next_tile: null_mut() }
+        let counters = Counters::only(null_mut());
+        Self { kernel, variant, config, parameter, attributes: LaunchAttributes::NONE, counters }
     }
 
     /// Loads the kernel without launching it.
     pub(super) fn load(&self) -> Result {
-        if self.is_after_clearing() {
+        if self.counters.count > 0 {
             clear_function()?;
         }
         module::function(self.variant).map(|_| ())
     }
 
-    /// Whether a kernel clears the tile counter, so that this one starts early. In front of another kernel that is memset's
-    /// work.
-    fn is_after_clearing(&self) -> bool {
-        !self.next_tile.is_null() && self.attributes.starts_early
-    }
-
     /// # Safety
-    /// `next_tile` is null or writable device memory of the current context.
-    unsafe fn clear_tile_counter(&self, stream: Stream) -> Result {
-        if self.next_tile.is_null() {
+    /// The counters are writable device memory of the current context.
+    unsafe fn clear_counters(&self, stream: Stream) -> Result {
+        let Counters { next_tile, count } = self.counters;
+        if count == 0 {
             return Ok(());
         }
-        if !self.is_after_clearing() {
-            // SAFETY: this function's contract.
-            return unsafe { enqueue::fill(self.next_tile, 0, NEXT_TILE_BYTES, stream) };
-        }
         let function = clear_function()?;
-        let config = LaunchConfig { grid: [1, 1, 1], threads: 1, shared_memory: 0 };
-        let params = ClearTileCounterParams { next_tile: self.next_tile.cast() };
+        let config =
+            LaunchConfig { grid: [1, 1, 1], threads: count.min(CLEAR_THREADS as usize) as u32, shared_memory: 0 };
+        let params = ClearTileCounterParams { next_tile: next_tile.cast(), count: count as i32, reserved: 0 };
         // SAFETY: the parameter is the kernel's; the memory is writable by this function's contract.
         params.pass(|params| unsafe { enqueue::launch(function, config, LaunchAttributes::NONE, stream, params) })
     }
@@ -87,16 +97,16 @@ impl<P: Parameter> Launch<P> {
     /// Enqueues the launch on `stream`.
     ///
     /// # Safety
-    /// `parameter` computes the parameter of this kernel. All memory that it points to, and `next_tile`, is device memory of
+    /// `parameter` computes the parameter of this kernel. All memory that it points to, and the counters, is device memory of
     /// the current context that outlives the kernel's execution and is writable where the kernel writes.
     pub(super) unsafe fn enqueue(&self, stream: Stream) -> Result {
         let Self { kernel, variant, config, attributes, .. } = *self;
         log::call(kernel, (variant, config), || format!("{} with {config:?}", variants::VARIANTS[variant].name));
         let function = module::function(variant)?;
         self.parameter.pass(|parameter| {
-            // SAFETY: the caller guarantees the parameter, the memory it points to and `next_tile`.
+            // SAFETY: the caller guarantees the parameter, the memory it points to and the counters.
             unsafe {
-                self.clear_tile_counter(stream)?;
+                self.clear_counters(stream)?;
                 enqueue::launch(function, config, attributes, stream, parameter)
             }
         })

@@ -235,6 +235,7 @@ inline unsigned atomicOr(unsigned* to, unsigned x) {
   *to |= x;
   return before;
 }
+inline void __threadfence() {}
 inline int atomicMin(int* to, int x) {
   const int before = *to;
   if (x < before) *to = x;

@@ -367,7 +367,7 @@ fn fused_prefill_and_decode_agrees_with_the_reference() {
                 let memory_layout = MemoryLayout {
                     rows_around: (3, 300),
                     seqused_q: seed % 4 == 1,
-                    workspace: Some([9_000_001, 40_000, 200][seed as usize % 3]),
+                    workspace: Some([9_000_001, 40_000, 1200][seed as usize % 3]),
                     seed,
                     ..MemoryLayout::paged(KvLayout::ALL[1 + seed as usize % 4], page_size)
                 };

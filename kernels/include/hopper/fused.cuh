@@ -8,7 +8,6 @@
 #include "hopper/schedule.cuh"
 #include "params/attention.cuh"
 #include "params/hopper_prefill.cuh"
-#include "partial_rows.cuh"
 #include "work_tile.cuh"
 
 namespace xa::hopper {
@@ -88,13 +87,6 @@ __device__ __forceinline__ int32_t decode_ranges(const FusedWork& work, int32_t 
   const int32_t max_ranges = static_cast<int32_t>(gridDim.x) / num_kv_heads;
   const float ctas = static_cast<float>(gridDim.x) * __fdividef(work.decode, work.decode + work.prefill);
   return clamp(static_cast<int32_t>(ceilf(ctas / num_kv_heads)), 1, max_ranges);
-}
-
-/// Tells the combine kernel that work range `range`, which no CTA has, does not begin inside a tile.
-__device__ __forceinline__ void store_empty_split_record(const AttentionParams& params, int32_t kv_head,
-                                                         int32_t range) {
-  if (threadIdx.x != 0 || kv_head != 0 || range == 0 || range >= params.partial.num_ranges) return;
-  static_cast<SplitRecord*>(params.partial.split_records)[range - 1] = SplitRecord{};
 }
 
 }  // namespace xa::hopper

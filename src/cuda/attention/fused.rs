@@ -1,20 +1,18 @@
 //! Prefill and decode of a batch in one kernel on Hopper.
 
-use super::hopper::{HopperPrefill, PrefillParameter, next_tile_address};
-use super::split::KvSplit;
+use super::hopper::{HopperPrefill, PrefillParameter};
+use super::split::{KvSplit, room};
 use super::tiles::{AttentionTile, transforms_logits};
-use super::{Call, Launch, Launches, Parameter, UNLIMITED, decode};
-use crate::cuda::enqueue::LaunchConfig;
+use super::{Call, Device, Launch, Launches, Parameter, UNLIMITED, decode};
+use crate::cuda::enqueue::{LaunchAttributes, LaunchConfig};
+use crate::cuda::kernel_launch::{COUNTER_BYTES, Counters};
 use crate::cuda::params::attention::{AttentionParams, TOKENS_PER_LOAD};
 use crate::cuda::params::hopper_prefill::HopperFusedParams;
 use crate::cuda::variants;
 use crate::error::Result;
-use crate::problem::attention::KeyStorage;
+use crate::problem::attention::{Attention, KeyStorage};
 
 const KERNEL: &str = "hopper_fused";
-
-/// Bytes at the start of the workspace for the tile counter of prefill's scheduler, padded so that partials are aligned.
-const TILE_COUNTER_BYTES: usize = 64;
 
 /// A batch must have more rows than this many times the rows that all its sequence slots could decode. For decode alone
 /// this kernel is slower than decode's own (64 x 8k: 4 %).
@@ -22,25 +20,24 @@ const ROWS_PER_SEQUENCE: i64 = 2;
 
 /// Strategy: one launch for short and long sequences.
 pub(super) fn launches<'c>(call: &Call<'c>) -> Result<Option<Launches<'c>>> {
-    let Some((prefill, tile)) = tiles(call) else { return Ok(None) };
     let Call { problem, device, .. } = call;
+    let Some((prefill, tile)) = tiles(call) else { return Ok(None) };
+    let Some((next_tile, taken)) = counters(problem, device) else { return Ok(None) };
     let few = call.max_short_queries();
-    let split =
-        KvSplit::new(problem, tile, decode::max_short_tiles(call), few, i64::from(device.sms), TILE_COUNTER_BYTES);
+    let split = KvSplit::new(problem, tile, decode::max_short_tiles(call), few, i64::from(device.sms), taken);
     let with_partials = |params| AttentionParams { partial: split.partial, ..params };
     let short = with_partials(call.params_for(1, few));
     let long = AttentionParams { clears_padding_rows: 1, ..with_partials(call.params_for(few + 1, UNLIMITED)) };
-    let next_tile = next_tile_address(problem);
     let prefill_parameter = PrefillParameter { prefill, problem, attention: long, next_tile };
     let parameter = Parameter::Fused(Box::new(FusedParameter { prefill: prefill_parameter, decode: short }));
     let variant = variants::find(KERNEL, &[variants::dtype_value(problem.q.dtype), prefill.tile.head_dim])?;
     // One CTA per SM; the CTAs derive from the batch how many of them decode.
     let shared_memory = tile.shared_bytes.max(prefill.tile.shared_bytes);
     let config = LaunchConfig { grid: [device.sms, 1, 1], threads: tile.threads(), shared_memory };
-    let attend = Launch { next_tile, ..Launch::new(KERNEL, variant, config, parameter) };
-    let combine = decode::combine(problem, device, &split, &short, tile.rows())?;
-    let list = [Some(attend), combine].into_iter().flatten().collect();
-    Ok(Some(Launches { list, store_new_tokens: false }))
+    let attributes = LaunchAttributes { starts_early: true, ..LaunchAttributes::NONE };
+    let counters = Counters { next_tile, count: 1 + split.num_split_records() as usize * problem.num_kv_heads };
+    let launch = Launch { attributes, counters, ..Launch::new(KERNEL, variant, config, parameter) };
+    Ok(Some(Launches { list: vec![launch], store_new_tokens: false }))
 }
 
 /// The inputs of the kernel's parameter, which is encoded at the launch.
@@ -58,6 +55,15 @@ impl FusedParameter<'_> {
     }
 }
 
+/// The address of the tile counter, and the bytes of the workspace up to the end of the arrival counters after it, one for every
+/// boundary between work ranges of a KV head; none without room for them.
+fn counters(problem: &Attention, device: &Device) -> Option<(*mut u8, usize)> {
+    let bytes = (1 + device.sms as usize) * COUNTER_BYTES;
+    let (next_tile, size) = room(problem, 0, COUNTER_BYTES)?;
+    let first = problem.workspace?.bytes() - size;
+    (size >= bytes).then_some((next_tile, first + bytes))
+}
+
 /// The tile shapes of prefill and decode, if the kernel takes the call.
 fn tiles(call: &Call) -> Option<(HopperPrefill, &'static AttentionTile)> {
     let Call { problem, device, .. } = call;
@@ -67,11 +73,7 @@ fn tiles(call: &Call) -> Option<(HopperPrefill, &'static AttentionTile)> {
     let loads_fit = matches!(problem.keys.storage,
         KeyStorage::Paged(table) if table.page_size.is_multiple_of(TOKENS_PER_LOAD as usize));
     let fits = tile.shared_bytes <= device.shared_memory && problem.num_kv_heads <= device.sms as usize;
-    if problem.batch_invariant
-        || call.are_all_long()
-        || !(is_built && has_enough_prefill && loads_fit && fits)
-        || next_tile_address(problem).is_null()
-    {
+    if problem.batch_invariant || call.are_all_long() || !(is_built && has_enough_prefill && loads_fit && fits) {
         return None;
     }
     let prefill = HopperPrefill::of(problem, device).filter(|prefill| prefill.loads_kv_by_tma(problem))?;
@@ -84,7 +86,7 @@ mod tests {
     use super::super::hopper::tests::{paged, ragged};
     use super::super::tests::{device, named_on};
     use super::*;
-    use crate::problem::attention::{Attention, Queries};
+    use crate::problem::attention::Queries;
     use crate::tensor::{DType, Tensor};
 
     const BYTES: [i64; 1] = [9_000_001];
@@ -141,7 +143,11 @@ mod tests {
         let fused = &plan.0.list[0];
         let Parameter::Fused(of) = &fused.parameter else { unreachable!() };
         let FusedParameter { prefill, decode } = &**of;
-        assert_eq!((fused.next_tile as usize, prefill.next_tile as usize), (1 << 20, 1 << 20));
-        assert_eq!((decode.partial.split_records as usize, decode.partial.num_ranges), ((1 << 20) + 64, 56));
+        assert_eq!((fused.counters.next_tile as usize, prefill.next_tile as usize), (1 << 20, 1 << 20));
+        let taken = (1 + device(true).sms as usize) * COUNTER_BYTES;
+        let partials = ((1 << 20) + taken).next_multiple_of(64);
+        assert_eq!((decode.partial.split_records as usize, decode.partial.num_ranges), (partials, 56));
+        // An arrival counter for each of two KV heads and every boundary.
+        assert_eq!(fused.counters.count, 1 + 2 * 55);
     }
 }

@@ -10,7 +10,7 @@ use super::tiles::transforms_logits;
 use super::{Call, Launch, Launches, Parameter, UNLIMITED, decode, longest_or_mean_queries, max_tiles};
 use crate::cuda::device::Device;
 use crate::cuda::enqueue::{LaunchAttributes, LaunchConfig};
-use crate::cuda::kernel_launch::NEXT_TILE_BYTES;
+use crate::cuda::kernel_launch::{COUNTER_BYTES, Counters};
 use crate::cuda::params::attention::AttentionParams;
 use crate::cuda::params::bias::BiasSource;
 use crate::cuda::params::divisor::IndexDivisor;
@@ -182,7 +182,7 @@ impl HopperPrefill {
         };
         let launch = Launch::new(kernel, self.variant(kernel, problem)?, self.shape(problem, tiles, device), parameter);
         let attributes = LaunchAttributes { cluster: self.tile.ctas_per_cluster, starts_early: !next_tile.is_null() };
-        Ok(Launch { attributes, next_tile, ..launch })
+        Ok(Launch { attributes, counters: Counters::only(next_tile), ..launch })
     }
 
     /// The index of `kernel`'s variant for the call in the table of variants.
@@ -451,9 +451,7 @@ impl PrefillParameter<'_> {
 
 /// Address of the dynamic scheduler's tile counter in the workspace; null without room for it.
 pub(super) fn next_tile_address(problem: &Attention) -> *mut u8 {
-    room(problem, 0, NEXT_TILE_BYTES)
-        .filter(|(_, bytes)| *bytes >= NEXT_TILE_BYTES)
-        .map_or(null_mut(), |(place, _)| place)
+    room(problem, 0, COUNTER_BYTES).filter(|(_, bytes)| *bytes >= COUNTER_BYTES).map_or(null_mut(), |(place, _)| place)
 }
 
 /// Whether `cp.async` can load K and V: rows are whole 16-byte chunks, and 32 bits hold the index of any chunk of a head.

@@ -1,8 +1,10 @@
 //! The parameter of `clear_tile_counter`.
 
-/// Clears the tile counter of the kernel that is launched after it.
+/// Clears the tile counter of the kernel that is launched after it, and the counters that follow it.
 #[derive(Clone, Copy)]
 #[repr(C)]
 pub struct ClearTileCounterParams {
     pub next_tile: *mut u64,
+    pub count: i32,
+    pub reserved: i32,
 }
