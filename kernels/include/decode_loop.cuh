@@ -167,6 +167,7 @@ class DecodeLoop {
 
   /// Shared address of a stage's block of K; the block of V follows it.
   __device__ __forceinline__ uint32_t keys(int32_t stage) const {
+    // The loop over the longest rows has no register left for the address of the warp's ring.
     const uint32_t warp = opaque_if<(Shape::kRowBytes >= 1024)>(threadIdx.x) / 32;
     return rings_ + warp * Shape::kRingBytes + stage * 2 * Shape::kBlockBytes;
   }

@@ -124,7 +124,8 @@ class PairLoader {
         }
       } else {
         // Products of 64 bits take many instructions, so each lane computes where one token's row begins: the first
-        // kTokensPerLoad lanes in K, the others in V. The lanes that copy a row get it from there.
+        // kTokensPerLoad lanes in K, the others in V. The lanes that copy a row get it from there. Which of both a lane
+        // has is found again for 8 bits, where a register for it would be spilled.
         const KvSource& own = opaque_if<sizeof(T) == 1>(threadIdx.x) % 32 < kTokensPerLoad ? params_.k : params_.v;
         const int64_t start = int64_t{page} * own.page_stride + slot.offset * own.token_stride;
 #pragma unroll(sizeof(T) == 2 ? kTokensPerLoad : 4)
