@@ -8,7 +8,8 @@
 #include "hopper/ptx.cuh"
 #include "params/clear_tile_counter.cuh"
 
-extern "C" __global__ void __launch_bounds__(128) XA_ENTRY(const __grid_constant__ xa::ClearTileCounterParams params) {
+extern "C" __global__ void __launch_bounds__(xa::kClearThreads)
+    XA_ENTRY(const __grid_constant__ xa::ClearTileCounterParams params) {
   xa::hopper::ptx::launch_dependents();
   for (int32_t i = threadIdx.x; i < params.count; i += blockDim.x) params.next_tile[i] = 0;
 }

@@ -168,8 +168,7 @@ class PairLoader {
 
   /// Copies the lane's chunk of the row `r` rows after its first one, a multiple of Grid::kRowsPerStep.
   __device__ __forceinline__ void copy(const Side& side, int r, const T* from, bool visible) const {
-    // The row of a lane's first step has other bits than `r`, so the swizzles of both are XORed.
-    const uint32_t rows = r * Rows::kPitch, swizzle = Rows::offset(r, 0) - rows, to = (side.to ^ swizzle) + rows;
+    const uint32_t to = Rows::stepped(side.to, r);
     if (sizeof(T) == 1 && params_.has_narrow_rows != 0) {
       ptx::cp_async_8(to, from, visible && side.left > 0);
       ptx::cp_async_8(to + 8, from + (side.left > 8 ? 8 : 0), visible && side.left > 8);

@@ -33,6 +33,12 @@ struct SwizzledRows {
   static __device__ __forceinline__ uint32_t moved(uint32_t address, int rows, int chunks) {
     return (address ^ chunks % kSwizzleChunks * 16) + chunks / kSwizzleChunks * kSwizzleBytes + rows * kPitch;
   }
+  /// The address of the chunk `rows` rows after the one at `address`, whose row has no bit in common with `rows`, so
+  /// that the swizzles of both are XORed.
+  static __device__ __forceinline__ uint32_t stepped(uint32_t address, int32_t rows) {
+    const uint32_t bytes = rows * kPitch, swizzle = offset(rows, 0) - bytes;
+    return (address ^ swizzle) + bytes;
+  }
 
  private:
   /// Chunks are permuted within groups of this many bytes: the largest power of two up to 128 that divides the row.

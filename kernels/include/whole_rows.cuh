@@ -61,9 +61,7 @@ class WholeRowLoader {
         static_cast<uint64_t>(kRowsPerStep) * opaque_if<!kHoldsAddresses>(low_half(params_.k.token_stride));
 #pragma unroll
     for (int step = 0; step < kTokensPerLoad; step += kRowsPerStep) {
-      // The row of a lane's first step has other bits than `step`, so the swizzles of both are XORed.
-      const uint32_t rows = step * Rows::kPitch, swizzle = Rows::offset(step, 0) - rows;
-      ptx::cp_async_16(((lane.to + destination) ^ swizzle) + rows, from, true);
+      ptx::cp_async_16(Rows::stepped(lane.to + destination, step), from, true);
       from += step_bytes;
     }
   }

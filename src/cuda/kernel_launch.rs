@@ -2,7 +2,7 @@
 
 use super::enqueue::{self, LaunchAttributes, LaunchConfig};
 use super::params::KernelParams;
-use super::params::clear_tile_counter::ClearTileCounterParams;
+use super::params::clear_tile_counter::{CLEAR_THREADS, ClearTileCounterParams};
 use super::{module, variants};
 use crate::error::Result;
 use crate::log;
@@ -10,9 +10,6 @@ use crate::stream::Stream;
 use cudarc::driver::sys::CUfunction;
 use std::ffi::c_void;
 use std::ptr::null_mut;
-
-/// Threads of `clear_tile_counter`, at most.
-const CLEAR_THREADS: u32 = 128;
 
 /// Size of one of a launch's [`Counters`].
 pub(super) const COUNTER_BYTES: usize = size_of::<u64>();
@@ -60,7 +57,7 @@ pub(super) struct Launch<P> {
     pub(super) config: LaunchConfig,
     pub(super) parameter: P,
     pub(super) attributes: LaunchAttributes,
-    /// A kernel clears them, so a launch that has some starts early. It accesses them when that one is complete.
+    /// A kernel clears them. A launch that has some starts early, and accesses them when that one is complete.
     pub(super) counters: Counters,
 }
 
@@ -100,7 +97,9 @@ impl<P: Parameter> Launch<P> {
     /// `parameter` computes the parameter of this kernel. All memory that it points to, and the counters, is device memory of
     /// the current context that outlives the kernel's execution and is writable where the kernel writes.
     pub(super) unsafe fn enqueue(&self, stream: Stream) -> Result {
-        let Self { kernel, variant, config, attributes, .. } = *self;
+        let Self { kernel, variant, config, .. } = *self;
+        let starts_early = self.attributes.starts_early || self.counters.count > 0;
+        let attributes = LaunchAttributes { starts_early, ..self.attributes };
         log::call(kernel, (variant, config), || format!("{} with {config:?}", variants::VARIANTS[variant].name));
         let function = module::function(variant)?;
         self.parameter.pass(|parameter| {

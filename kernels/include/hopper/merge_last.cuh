@@ -8,7 +8,6 @@
 #include "output_rows.cuh"
 #include "params/attention.cuh"
 #include "partial_rows.cuh"
-#include "ptx.cuh"
 #include "work_range.cuh"
 #include "work_tile.cuh"
 

@@ -1,16 +1,16 @@
 //! Prefill and decode of a batch in one kernel on Hopper.
 
-use super::hopper::{HopperPrefill, PrefillParameter};
-use super::split::{KvSplit, room};
+use super::hopper::{HopperPrefill, PrefillParameter, counters_address};
+use super::split::KvSplit;
 use super::tiles::{AttentionTile, transforms_logits};
-use super::{Call, Device, Launch, Launches, Parameter, UNLIMITED, decode};
-use crate::cuda::enqueue::{LaunchAttributes, LaunchConfig};
+use super::{Call, Launch, Launches, Parameter, UNLIMITED, decode};
+use crate::cuda::enqueue::LaunchConfig;
 use crate::cuda::kernel_launch::{COUNTER_BYTES, Counters};
 use crate::cuda::params::attention::{AttentionParams, TOKENS_PER_LOAD};
 use crate::cuda::params::hopper_prefill::HopperFusedParams;
 use crate::cuda::variants;
 use crate::error::Result;
-use crate::problem::attention::{Attention, KeyStorage};
+use crate::problem::attention::KeyStorage;
 
 const KERNEL: &str = "hopper_fused";
 
@@ -22,8 +22,14 @@ const ROWS_PER_SEQUENCE: i64 = 2;
 pub(super) fn launches<'c>(call: &Call<'c>) -> Result<Option<Launches<'c>>> {
     let Call { problem, device, .. } = call;
     let Some((prefill, tile)) = tiles(call) else { return Ok(None) };
-    let Some((next_tile, taken)) = counters(problem, device) else { return Ok(None) };
+    // The tile counter, and arrival counters for no more boundaries between the work ranges of all KV heads than there are CTAs.
+    let max_counters = 1 + device.sms as usize;
+    let next_tile = counters_address(problem, max_counters);
+    if next_tile.is_null() {
+        return Ok(None);
+    }
     let few = call.max_short_queries();
+    let taken = max_counters * COUNTER_BYTES;
     let split = KvSplit::new(problem, tile, decode::max_short_tiles(call), few, i64::from(device.sms), taken);
     let with_partials = |params| AttentionParams { partial: split.partial, ..params };
     let short = with_partials(call.params_for(1, few));
@@ -34,9 +40,8 @@ pub(super) fn launches<'c>(call: &Call<'c>) -> Result<Option<Launches<'c>>> {
     // One CTA per SM; the CTAs derive from the batch how many of them decode.
     let shared_memory = tile.shared_bytes.max(prefill.tile.shared_bytes);
     let config = LaunchConfig { grid: [device.sms, 1, 1], threads: tile.threads(), shared_memory };
-    let attributes = LaunchAttributes { starts_early: true, ..LaunchAttributes::NONE };
     let counters = Counters { next_tile, count: 1 + split.num_split_records() as usize * problem.num_kv_heads };
-    let launch = Launch { attributes, counters, ..Launch::new(KERNEL, variant, config, parameter) };
+    let launch = Launch { counters, ..Launch::new(KERNEL, variant, config, parameter) };
     Ok(Some(Launches { list: vec![launch], store_new_tokens: false }))
 }
 
@@ -53,15 +58,6 @@ impl FusedParameter<'_> {
         let [k, v] = [map(&problem.k)?, map(&problem.v)?];
         Ok(HopperFusedParams { prefill: self.prefill.params()?, k, v, decode: self.decode })
     }
-}
-
-/// The address of the tile counter, and the bytes of the workspace up to the end of the arrival counters after it, one for every
-/// boundary between work ranges of a KV head; none without room for them.
-fn counters(problem: &Attention, device: &Device) -> Option<(*mut u8, usize)> {
-    let bytes = (1 + device.sms as usize) * COUNTER_BYTES;
-    let (next_tile, size) = room(problem, 0, COUNTER_BYTES)?;
-    let first = problem.workspace?.bytes() - size;
-    (size >= bytes).then_some((next_tile, first + bytes))
 }
 
 /// The tile shapes of prefill and decode, if the kernel takes the call.
@@ -86,7 +82,7 @@ mod tests {
     use super::super::hopper::tests::{paged, ragged};
     use super::super::tests::{device, named_on};
     use super::*;
-    use crate::problem::attention::Queries;
+    use crate::problem::attention::{Attention, Queries};
     use crate::tensor::{DType, Tensor};
 
     const BYTES: [i64; 1] = [9_000_001];

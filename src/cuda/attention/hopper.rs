@@ -181,7 +181,7 @@ impl HopperPrefill {
             _ => (KERNEL, Parameter::Prefill(of)),
         };
         let launch = Launch::new(kernel, self.variant(kernel, problem)?, self.shape(problem, tiles, device), parameter);
-        let attributes = LaunchAttributes { cluster: self.tile.ctas_per_cluster, starts_early: !next_tile.is_null() };
+        let attributes = LaunchAttributes { cluster: self.tile.ctas_per_cluster, ..LaunchAttributes::NONE };
         Ok(Launch { attributes, counters: Counters::only(next_tile), ..launch })
     }
 
@@ -237,7 +237,7 @@ impl HopperPrefill {
     /// has only one tile.
     fn next_tile(&self, problem: &Attention, tiles: i64, device: &Device) -> *mut u8 {
         let is_wanted = tiles * self.num_packs(problem) > self.max_clusters(device);
-        if is_wanted { next_tile_address(problem) } else { null_mut() }
+        if is_wanted { counters_address(problem, 1) } else { null_mut() }
     }
 
     /// Whether D or Dv is smaller than the tile's: tensor maps clip the columns of each head.
@@ -449,9 +449,11 @@ impl PrefillParameter<'_> {
     }
 }
 
-/// Address of the dynamic scheduler's tile counter in the workspace; null without room for it.
-pub(super) fn next_tile_address(problem: &Attention) -> *mut u8 {
-    room(problem, 0, COUNTER_BYTES).filter(|(_, bytes)| *bytes >= COUNTER_BYTES).map_or(null_mut(), |(place, _)| place)
+/// Address of a launch's counters at the start of the workspace, the dynamic scheduler's tile counter first; null without room for
+/// `count` of them.
+pub(super) fn counters_address(problem: &Attention, count: usize) -> *mut u8 {
+    let place = room(problem, 0, COUNTER_BYTES).filter(|(_, bytes)| *bytes >= count * COUNTER_BYTES);
+    place.map_or(null_mut(), |(place, _)| place)
 }
 
 /// Whether `cp.async` can load K and V: rows are whole 16-byte chunks, and 32 bits hold the index of any chunk of a head.
