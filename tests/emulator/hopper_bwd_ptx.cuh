@@ -15,11 +15,6 @@ inline void cp_async_4_zfill(uint32_t destination, const void* source, bool is_c
   const uint32_t zero = 0;
   std::memcpy(::shared + destination, is_copied ? source : &zero, 4);
 }
-inline void cp_async_arrive(uint32_t barrier) {
-  emulator::cp_async_commit();
-  emulator::cp_async_wait(0);
-  emulator::mbarrier_arrive(barrier, 0);
-}
 inline void bulk_store(void* to, uint32_t from, uint32_t bytes) {
   if (from % 16 != 0 || bytes % 16 != 0) emulator::fail("a misaligned bulk copy");
   std::memcpy(to, ::shared + from, bytes);

@@ -168,7 +168,11 @@ inline int32_t max3_as_int(int32_t x, float y, float z) {
   return std::max(x, std::max(__float_as_int(y), __float_as_int(z)));
 }
 inline uint32_t mov_volatile(uint32_t x) { return x; }
-inline void cp_async_4(uint32_t destination, const void* source) { emulator::cp_async(destination, source, 4, true); }
+inline void cp_async_arrive(uint32_t barrier) {
+  emulator::cp_async_commit();
+  emulator::cp_async_wait(0);
+  emulator::mbarrier_arrive(barrier, 0);
+}
 inline void prefetch_tensormap(const TensorMap&) {}
 inline bool elect_one() { return threadIdx.x % 32 == 0; }
 inline void launch_dependents() {}

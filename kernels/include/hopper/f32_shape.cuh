@@ -32,6 +32,8 @@ struct F32PrefillShape : Config {
   static constexpr bool kOutputTypeAtRunTime = false;
   static constexpr bool kHasPaddingHeads = false;
   static constexpr bool kHasWarpgroupBlocks = false;
+  /// Its load warps fence themselves (f32_load.cuh).
+  static constexpr bool kHasCpAsyncLoader = false;
 
   using Atom = SwizzleAtom<64>;
   /// kRows rows of kColumns columns, [part][atom column][row].

@@ -31,6 +31,8 @@ struct Fp8PrefillShape : Config {
   /// Warps that transpose V: the one that loads V, and one more.
   static constexpr int kTransposeWarps = 2;
   static constexpr int kLoadWarps = 1 + kTransposeWarps, kKeyLoadWarps = 1;
+  /// As in PrefillShape; a block takes half as long.
+  static constexpr int kBlocksToGo = 4;
   /// The transpose warps clear rows of V.
   static constexpr bool kHasLeanLoop = false;
   /// O is bf16 or f16, which the parameters say.

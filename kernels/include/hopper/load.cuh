@@ -1,11 +1,14 @@
-// The load warps of a prefill CTA: the K warp loads Q and K, the V warp loads V. Blocks of a tile are loaded from the
-// last to the first, because the last blocks of a causal tile are those that need a mask.
+// The load warps of a prefill CTA: by TMA, the K warp loads Q and K, the V warp loads V (row by row:
+// cp_async_load.cuh). Blocks of a tile are loaded from the last to the first, because the last blocks of a causal tile
+// are those that need a mask.
 #pragma once
 
 #include <cstdint>
 #include <type_traits>
 
+#include "hopper/cp_async_load.cuh"
 #include "hopper/key_range_tile.cuh"
+#include "hopper/load_query.cuh"
 #include "hopper/pipeline.cuh"
 #include "hopper/shape.cuh"
 #include "hopper/swizzle_atom.cuh"
@@ -105,8 +108,6 @@ class TmaLoader {
     __syncwarp();
     if (lane_ == 0) pipeline_.values_full(state).arrive();
   }
-  /// TMA completes the phase of the block's full barrier itself.
-  __device__ __forceinline__ void finish(int32_t) const {}
 
  private:
   /// Blocks that are loaded ahead if no other CTA reads them: 128 KB of K and V. With more, K and V of a key, which may
@@ -188,172 +189,6 @@ class TmaLoader {
   bool reads_once_;  // hopper_split_kv: the sequence has one tile, so no other CTA reads its keys
 };
 
-/// Loads blocks of K or V row by row with cp.async, from pages that TMA boxes cannot describe. The lanes that copy a
-/// row together are as many as an atom's row has 16-byte chunks.
-///
-/// Shared memory has an entry for each row of a block. It first receives the row's page, which is copied from the block
-/// table while the previous block is loaded; one lane then replaces it by the row's chunk offset, which all lanes of
-/// the row read. Load warps have few registers, and broadcasting by shuffles takes more instructions per row.
-template <typename Shape, Operand kOperand>
-class CpAsyncLoader {
-  static constexpr bool kOfKeys = kOperand == Operand::keys;
-  using Atom = typename Shape::Atom;
-  using Block = std::conditional_t<kOfKeys, typename Shape::KeyBlock, typename Shape::ValueBlock>;
-  static constexpr int kLanesPerRow = Atom::kChunks;
-  static constexpr int kRowsAtOnce = 32 / kLanesPerRow;
-  static constexpr int kRounds = Shape::kRowEntries / 32;
-
- public:
-  __device__ __forceinline__ CpAsyncLoader(const HopperPrefillParams& params, const Pipeline<Shape>& pipeline)
-      : params_(params), pipeline_(pipeline) {}
-
-  /// Starts a tile whose first block to load is `block`.
-  __device__ __forceinline__ void begin(const PrefillTile& tile, int32_t block) {
-    const int32_t head = divide(tile.work.kv_head, params_.packs_per_kv_head);
-    tile_ = &tile;
-    base_ = reinterpret_cast<uint64_t>(source().base) + 2 * head * source().head_stride +
-            xa::ptx::opaque(lane() % kLanesPerRow * 16);  // recomputed for each tile to save a register
-    prefetch_pages(block);
-    xa::ptx::cp_async_commit();
-    xa::ptx::cp_async_wait<0>();
-  }
-
-  /// Issues the load of `block`, the CTA's block number `count`; `finish` must follow.
-  __device__ __forceinline__ void load(int32_t block, int32_t count) const {
-    const PipelineState<kOfKeys ? Shape::kStages : Shape::kValueStages> state(count);
-    // Chunks from this lane's first one to the end of the row. Those of the tile past it become zeros.
-    const int32_t dim = kOfKeys ? params_.attention.head_dim : params_.attention.value_dim;
-    const int32_t chunks_left = dim / 8 - lane() % kLanesPerRow;
-    uint32_t* const entries = row_entries();
-    uint32_t own[kRounds];
-#pragma unroll
-    for (int round = 0; round < kRounds; ++round) {
-      own[round] = chunk_offset(key(block, round), entries[32 * round + lane()]);
-    }
-#pragma unroll
-    for (int round = 0; round < kRounds; ++round) entries[32 * round + lane()] = own[round];
-    __syncwarp();
-    (kOfKeys ? pipeline_.keys_empty(state) : pipeline_.values_empty(state)).producer_wait();
-    // Destination of this lane's chunk in each of its rows of a row group.
-    uint32_t to[8 / kRowsAtOnce];
-#pragma unroll
-    for (int i = 0; i < 8 / kRowsAtOnce; ++i) {
-      to[i] = (kOfKeys ? pipeline_.keys(state.stage) : pipeline_.values(state.stage)) +
-              Atom::offset(i * kRowsAtOnce + lane() / kLanesPerRow, lane() % kLanesPerRow);
-    }
-#pragma unroll
-    for (int first = 0; first < Shape::kKeys; first += 4 * kRowsAtOnce) {
-      // The entries of four rows that this lane copies, which `key` places next to each other.
-      const int step = first % 32 / kRowsAtOnce;
-      const uint4 offsets =
-          reinterpret_cast<const uint4*>(entries + first / 32 * 32 + step)[lane() / kLanesPerRow * kLanesPerRow / 4];
-#pragma unroll
-      for (int i = 0; i < 4; ++i) {
-        const int row = first + i * kRowsAtOnce;
-        if (row >= Shape::kKeys) break;
-        const uint64_t from = base_ + uint64_t{16} * (&offsets.x)[i];
-        const uint32_t row_to = to[row % 8 / kRowsAtOnce] + row / 8 * Block::kStrideByteOffset;
-#pragma unroll
-        for (int column = 0; column < Block::kAtomColumns; ++column) {
-          xa::ptx::cp_async_16(row_to + column * Block::kLeadingByteOffset,
-                               reinterpret_cast<const void*>(from + column * Atom::kRowBytes),
-                               column * Atom::kChunks < chunks_left);
-        }
-      }
-    }
-    __syncwarp();
-    prefetch_pages(block - 1);
-  }
-  /// Waits for this warp's copies, the prefetched pages included, and arrives at the block's full barrier for TMA.
-  __device__ __forceinline__ void finish(int32_t count) const {
-    const PipelineState<kOfKeys ? Shape::kStages : Shape::kValueStages> state(count);
-    xa::ptx::cp_async_commit();
-    xa::ptx::cp_async_wait<0>();
-    ptx::fence_proxy_async_shared();
-    __syncwarp();
-    if (lane() == 0) (kOfKeys ? pipeline_.keys_full(state) : pipeline_.values_full(state)).arrive();
-  }
-
- private:
-  static __device__ __forceinline__ int32_t lane() { return threadIdx.x % 32; }
-  __device__ __forceinline__ const KvSource& source() const {
-    return kOfKeys ? params_.attention.k : params_.attention.v;
-  }
-  __device__ __forceinline__ uint32_t* row_entries() const { return pipeline_.row_entries(kOfKeys ? 0 : 1); }
-  /// The key of this lane's entry in a round of 32 rows. Entries are in the order in which lanes copy the rows.
-  /// Invisible keys are replaced by the nearest visible one, so that only valid pages are looked up and read; the masks
-  /// hide what is copied into their rows.
-  __device__ __forceinline__ int32_t key(int32_t block, int round) const {
-    const int32_t row = lane() % kLanesPerRow * kRowsAtOnce + lane() / kLanesPerRow;
-    return clamp(block * Shape::kKeys + 32 * round + row, tile_->visible_begin, tile_->visible_end - 1);
-  }
-  /// Copies the pages of the rows of `block` into the entries.
-  __device__ __forceinline__ void prefetch_pages(int32_t block) const {
-    const AttentionParams& params = params_.attention;
-    const int32_t* const table = params.block_table + tile_->work.tile.sequence * params.block_table_stride;
-    const uint32_t to = xa::ptx::shared_address(row_entries() + lane());
-#pragma unroll
-    for (int round = 0; round < kRounds; ++round) {
-      ptx::cp_async_4(to + 4 * 32 * round, table + page_of(key(block, round)));
-    }
-  }
-  /// key / page_size
-  __device__ __forceinline__ uint32_t page_of(uint32_t key) const { return divide(key, params_.page_divisor); }
-  /// Offset of a key's row from the head's first row, in 16-byte chunks. The host has checked that it fits 32 bits.
-  __device__ __forceinline__ uint32_t chunk_offset(uint32_t key, int32_t page) const {
-    const uint32_t in_page = key - page_of(key) * params_.attention.page_size;
-    return clamp(page, 0, params_.attention.num_pages - 1) * static_cast<uint32_t>(source().page_stride >> 3) +
-           in_page * static_cast<uint32_t>(source().token_stride >> 3);
-  }
-
-  const HopperPrefillParams& params_;
-  const Pipeline<Shape>& pipeline_;
-  const PrefillTile* tile_;
-  uint64_t base_;  // address of this lane's chunk of the head's first row
-};
-
-/// Bytes of an atom column of Q that its whole queries have.
-template <typename Shape>
-__device__ __forceinline__ int32_t query_column_bytes(const AttentionParams& params) {
-  const int32_t rows = params.tile_queries.divisor / Shape::kClusterSize * params.group;
-  return rows * (Shape::kQueryAtomColumnBytes / Shape::kRows);
-}
-
-/// Clears the rows of Q past the last whole query, which no load writes. They are computed and not stored, and NaN
-/// would slow all rows of a warp down.
-template <typename Shape>
-__device__ __forceinline__ void clear_rest_of_query(const AttentionParams& params, const Pipeline<Shape>& pipeline) {
-  const int32_t lane_byte = threadIdx.x % 32 * 16;
-  for (int32_t column = 0; column < Shape::kQueryAtomColumns; ++column) {
-    const uint32_t to = pipeline.query() + column * Shape::kQueryAtomColumnBytes;
-    for (int32_t byte = query_column_bytes<Shape>(params) + lane_byte; byte < Shape::kQueryAtomColumnBytes;
-         byte += 32 * 16) {
-      xa::ptx::clear_shared_16(to + byte);
-    }
-  }
-  ptx::fence_proxy_async_shared();
-  __syncwarp();
-}
-
-/// Issues the load of a tile's query rows, the CTA's tile number `tile_count`. Rows past the sequence's last one are
-/// loaded too; the epilogue does not store them.
-template <typename Shape>
-__device__ __forceinline__ void load_query(const HopperPrefillParams& params, const Pipeline<Shape>& pipeline,
-                                           const PrefillTile& tile, int32_t tile_count) {
-  if (threadIdx.x % 32 != 0) return;
-  const Barrier full = pipeline.query_full(tile_count);
-  pipeline.query_empty(tile_count).producer_wait();
-  full.arrive_expect_tx(Shape::kQueryAtomColumns * query_column_bytes<Shape>(params.attention));
-  constexpr int kAtomElements = Shape::kHeadDim / Shape::kQueryAtomColumns;
-  const int32_t boxes = params.query_boxes_are_columns != 0 ? Shape::kQueryAtomColumns : 1;
-#pragma unroll 1
-  for (int32_t box = 0; box < boxes; ++box) {
-    const uint32_t to = pipeline.query() + box * Shape::kQueryAtomColumnBytes;
-    const int32_t column = box * kAtomElements;
-    ptx::tma_load(to, params.q, full.address, column, 0, tile.work.kv_head, tile.work.tile.first_token, 0);
-  }
-}
-
 /// Lets the V warp start once the first block of K is there, and the K warp go on once Q is. All CTAs start at the same
 /// time and compete for memory bandwidth: the first wgmma needs K and Q before V and the second block of K. The K warp
 /// may wait for these two barriers although it consumes neither, because it starts their next phases itself.
@@ -365,15 +200,11 @@ __device__ __forceinline__ void wait_for_first_loads(const Pipeline<Shape>& pipe
 }
 
 /// Loads the blocks of all tiles of the CTA.
-template <typename Shape, Operand kOperand, typename Loader>
-__device__ __forceinline__ void load_blocks_with(Loader loader, const HopperPrefillParams& params,
-                                                 const Pipeline<Shape>& pipeline) {
+template <typename Shape, Operand kOperand, bool kPaged>
+__device__ __forceinline__ void load_blocks_with(const HopperPrefillParams& params, const Pipeline<Shape>& pipeline) {
+  TmaLoader<Shape, kOperand, kPaged> loader(params, pipeline);
   // hopper_split_kv is bound by loads from its start.
   constexpr bool kWaits = !Shape::kSplitsKeys;
-  // The scheduler looks for the next tile once so many blocks of K are to be loaded besides the next one. Earlier, long
-  // tiles would be assigned before it is known which CTA is free first; later, their loads would be late. A block of
-  // fp8 takes half as long.
-  constexpr int kBlocksToGo = Shape::kTransposeWarps > 0 ? 4 : 2;
   if (kOperand == Operand::keys && params.query_boxes_are_columns != 0) {
     clear_rest_of_query<Shape>(params.attention, pipeline);
   }
@@ -387,7 +218,7 @@ __device__ __forceinline__ void load_blocks_with(Loader loader, const HopperPref
     const typename Shape::Tile& tile = pipeline.tile(tile_state);
     int32_t block = tile.end_block - 1;
     if (tile.work.tile.num_rows > Shape::kNoRows && block >= tile.first_block) {
-      int32_t wanted_at = min(tile.first_block + kBlocksToGo, block);
+      int32_t wanted_at = min(tile.first_block + Shape::kBlocksToGo, block);
       if constexpr (Shape::kTakesKeyRanges) {
         // That block may be passed over.
         if (tile.has_gaps != 0) wanted_at = block;
@@ -407,7 +238,7 @@ __device__ __forceinline__ void load_blocks_with(Loader loader, const HopperPref
         if (kOperand == Operand::keys && block == tile.end_block - 1) {
           load_query<Shape>(params, pipeline, tile, tile_count);
         }
-        loader.finish(block_count++);
+        ++block_count;
         if (waits_for_output && block == tile.end_block - 1) pipeline.output_left(1, tile_count - 1).wait();
         if (kWaits && block_count == 1 && kOperand == Operand::keys) wait_for_first_loads(pipeline);
       }
@@ -421,23 +252,34 @@ __device__ __forceinline__ void load_blocks_with(Loader loader, const HopperPref
   }
 }
 
-/// The K warp or the V warp.
+/// The K warp or the V warp, which load by TMA.
 template <typename Shape, Operand kOperand>
 __device__ __forceinline__ void load_blocks(const HopperPrefillParams& params, const Pipeline<Shape>& pipeline) {
-  if constexpr (Shape::kHasCpAsyncLoader) {
-    if (params.box_row_groups == 0) {
-      load_blocks_with<Shape, kOperand>(CpAsyncLoader<Shape, kOperand>(params, pipeline), params, pipeline);
-      return;
-    }
-  }
   constexpr bool kPaged = Shape::kStorage == Storage::paged;
   if constexpr (!kPaged && Shape::kTakesClippedPages) {
     if (params.box_row_groups != 0) {
-      load_blocks_with<Shape, kOperand>(TmaLoader<Shape, kOperand, true>(params, pipeline), params, pipeline);
+      load_blocks_with<Shape, kOperand, true>(params, pipeline);
       return;
     }
   }
-  load_blocks_with<Shape, kOperand>(TmaLoader<Shape, kOperand, kPaged>(params, pipeline), params, pipeline);
+  load_blocks_with<Shape, kOperand, kPaged>(params, pipeline);
+}
+
+/// Load warp 0 or 1 of 16-bit operands.
+template <typename Shape>
+__device__ __forceinline__ void load_blocks(const HopperPrefillParams& params, const Pipeline<Shape>& pipeline,
+                                            int32_t warp) {
+  if constexpr (Shape::kHasCpAsyncLoader) {
+    if (loads_by_cp_async<Shape>(params)) {
+      load_rows<Shape>(params, pipeline, warp);
+      return;
+    }
+  }
+  if (warp == 0) {
+    load_blocks<Shape, Operand::keys>(params, pipeline);
+  } else {
+    load_blocks<Shape, Operand::values>(params, pipeline);
+  }
 }
 
 }  // namespace xa::hopper

@@ -4,8 +4,9 @@
 //   buffer           producer                        consumers
 //   PrefillTile [2]  scheduler warp                  load warps, compute warps
 //   Q                TMA, issued by the K warp       compute warps
-//   K [kStages]      TMA or cp.async of the K warp   compute warps
-//   V [kValueStages] TMA or cp.async of the V warp   compute warps
+//   K [kStages]      TMA, issued by the K warp       compute warps
+//   V [kValueStages] TMA, issued by the V warp       compute warps
+//   rows of K or V   cp.async of both load warps     publish warp, then compute warps (cp_async_load.cuh)
 //   V in fp8         TMA, then the transpose warps   compute warps
 //   f32 K or V       cp.async of the load warps      compute warps, which split them (f32_compute.cuh)
 //   bias             TMA of the bias warp            compute warps
@@ -71,14 +72,16 @@ class Pipeline {
     kPartialValuesFull = kTileWanted + 1,
     kStartsChecked = kPartialValuesFull + 1,
     kFirstKeysLoaded = kStartsChecked + 1,
-    kOutputLeft = kFirstKeysLoaded + 1,
+    kOutputLeft = kFirstKeysLoaded + (Shape::kSplitsKeys ? 0 : 1),
     kLoadedValuesFull = kOutputLeft + (Shape::kStagesOutputInValues ? kStages : 0),
     kLoadedValuesEmpty = kLoadedValuesFull + (kHasTranspose ? kStages : 0),
     kTileIndexFull = kLoadedValuesEmpty + (kHasTranspose ? kStages : 0),
     kTileIndexEmpty = kTileIndexFull + kSharesTileIndex,
     kBiasFull = kTileIndexEmpty + kSharesTileIndex,
     kBiasEmpty = kBiasFull + Shape::kBiasStages,
-    kBarriers = kBiasEmpty + Shape::kBiasStages,
+    kKeysCopied = kBiasEmpty + Shape::kBiasStages,
+    kValuesCopied = kKeysCopied + (Shape::kHasCpAsyncLoader ? kStages : 0),
+    kBarriers = kValuesCopied + (Shape::kHasCpAsyncLoader ? kValueStages : 0),
   };
   static_assert(Shape::kBarriersOffset + 8 * (kBarriers + 1 + kSharesTileIndex) + Shape::kAlignment <=
                 Shape::kSharedBytes);
@@ -95,8 +98,8 @@ class Pipeline {
     address_ = address + unaligned;
   }
 
-  /// Called by one thread; __syncthreads must follow.
-  __device__ __forceinline__ void init() const {
+  /// Called by one thread; __syncthreads must follow. With `loads_by_cp_async` the publish warp takes part.
+  __device__ __forceinline__ void init(bool loads_by_cp_async = false) const {
     const auto init = [&](int first, int count, uint32_t arrivals) {
       for (int i = 0; i < count; ++i) ptx::mbarrier_init(barrier(first + i, 0).address, arrivals);
     };
@@ -107,17 +110,21 @@ class Pipeline {
     init(kValuesFull, kValueStages, kHasTranspose ? Shape::kTransposeWarps : 1);
     init(kValuesEmpty, kValueStages, Shape::kClusterSize * Shape::kComputeWarps);
     init(kTileFull, 2, 1);
-    init(kTileEmpty, 2, Shape::kComputeWarps + Shape::kLoadWarps);
+    init(kTileEmpty, 2, Shape::kComputeWarps + Shape::kLoadWarps + (loads_by_cp_async ? 1 : 0));
     init(kTileWanted, 1, 1);
     init(kPartialValuesFull, 1, 1);
     init(kStartsChecked, 1, 1);
-    init(kFirstKeysLoaded, 1, 1);
+    if constexpr (!Shape::kSplitsKeys) init(kFirstKeysLoaded, 1, 1);
     if constexpr (Shape::kStagesOutputInValues) init(kOutputLeft, kStages, 4);
     if constexpr (kHasTranspose) {
       init(kLoadedValuesFull, kStages, 1);
       init(kLoadedValuesEmpty, kStages, Shape::kTransposeWarps);
     }
     if constexpr (kSharesTileIndex != 0) init(kTileIndexFull, 2, 1);
+    if constexpr (Shape::kHasCpAsyncLoader) {
+      init(kKeysCopied, kStages, 32 * Shape::kLoadWarps);
+      init(kValuesCopied, kValueStages, 32 * Shape::kLoadWarps);
+    }
     init(kBiasFull, Shape::kBiasStages, 1);
     init(kBiasEmpty, Shape::kBiasStages, Shape::kComputeWarps);
     ptx::fence_mbarrier_init();
@@ -177,13 +184,23 @@ class Pipeline {
   __device__ __forceinline__ Barrier partial_values_full(int32_t count) const {
     return barrier(kPartialValuesFull, count & 1);
   }
+  /// The rows of a block of K that the load warps copy by cp.async have arrived.
+  template <int kCount>
+  __device__ __forceinline__ Barrier keys_copied(PipelineState<kCount> state) const {
+    return barrier(kKeysCopied, state);
+  }
+  /// The same of V.
+  template <int kCount>
+  __device__ __forceinline__ Barrier values_copied(PipelineState<kCount> state) const {
+    return barrier(kValuesCopied, state);
+  }
   __device__ __forceinline__ Barrier tile_full(PipelineState<2> state) const { return barrier(kTileFull, state); }
   __device__ __forceinline__ Barrier tile_empty(PipelineState<2> state) const { return barrier(kTileEmpty, state); }
   /// Most blocks of K of the CTA's tile number `count` are loaded, so the next tile is due.
   __device__ __forceinline__ Barrier tile_wanted(int32_t count) const { return barrier(kTileWanted, count & 1); }
   /// `starts_ascend` is written.
   __device__ __forceinline__ Barrier starts_checked() const { return barrier(kStartsChecked, 0); }
-  /// The CTA's first block of K is loaded.
+  /// The CTA's first block of K is loaded. hopper_split_kv does not wait for it.
   __device__ __forceinline__ Barrier first_keys_loaded() const { return barrier(kFirstKeysLoaded, 0); }
   /// The rows of O that a warpgroup staged in V after the CTA's tile number `tile_count` have left it.
   __device__ __forceinline__ Barrier output_left(int32_t warpgroup, int32_t tile_count) const {
@@ -255,9 +272,9 @@ class Pipeline {
   __device__ __forceinline__ uint8_t* values_pointer(uint32_t stage) const {
     return shared_ + Shape::kValuesOffset + stage * Shape::ValueBlock::kBytes;
   }
-  /// Entries of a cp.async loader, one per row of a block. Operand 0 is K, 1 is V.
-  __device__ __forceinline__ uint32_t* row_entries(int operand) const {
-    return reinterpret_cast<uint32_t*>(shared_ + Shape::kRowEntriesOffset) + operand * Shape::kRowEntries;
+  /// The lists of rows that load warp `warp` copies by cp.async: that of K, then that of V.
+  __device__ __forceinline__ uint32_t* row_entries(int32_t warp) const {
+    return reinterpret_cast<uint32_t*>(shared_ + Shape::kRowEntriesOffset) + warp * 2 * Shape::kRowEntries;
   }
   __device__ __forceinline__ typename Shape::Tile& tile(PipelineState<2> state) const {
     return reinterpret_cast<typename Shape::Tile*>(shared_ + Shape::kTilesOffset)[state.stage];

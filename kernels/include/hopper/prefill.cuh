@@ -22,7 +22,7 @@ template <typename Shape, typename T, typename LogitsTransform, bool kHasOneStep
 __device__ __forceinline__ void prefill(const HopperPrefillParams& params, const InitialTiles& initial,
                                         uint8_t* shared) {
   const Pipeline<Shape> pipeline(shared);
-  if (threadIdx.x == 0) pipeline.init();
+  if (threadIdx.x == 0) pipeline.init(loads_by_cp_async<Shape>(params));
   if (threadIdx.x == 32) {
     for (const auto* map : {&params.q, &params.k, &params.v, &params.out}) ptx::prefetch_tensormap(*map);
   }
@@ -42,10 +42,8 @@ __device__ __forceinline__ void prefill(const HopperPrefillParams& params, const
     ptx::warpgroup_reg_dealloc<Shape::kLoaderRegisters>();
     switch (warp - Shape::kComputeWarps) {
       case 0:
-        load_blocks<Shape, Operand::keys>(params, pipeline);
-        break;
       case 1:
-        load_blocks<Shape, Operand::values>(params, pipeline);
+        load_blocks<Shape>(params, pipeline, warp - Shape::kComputeWarps);
         break;
       case 2:
         schedule_tiles<Shape, LogitsTransform>(params, pipeline, initial, scheduler);
@@ -57,6 +55,9 @@ __device__ __forceinline__ void prefill(const HopperPrefillParams& params, const
           pipeline.starts_checked().arrive();
         }
         if constexpr (Shape::kHasBias) load_bias<Shape>(params, pipeline);
+        if constexpr (Shape::kHasCpAsyncLoader) {
+          if (loads_by_cp_async<Shape>(params)) publish_rows<Shape>(params, pipeline);
+        }
       }
     }
   } else {

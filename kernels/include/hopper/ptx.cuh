@@ -122,9 +122,9 @@ __device__ __forceinline__ float4 load_shared_f32x4(uint32_t address) {
                : "memory");
   return x;
 }
-/// Copies 4 bytes as part of the group that `cp_async_commit` closes (../ptx.cuh).
-__device__ __forceinline__ void cp_async_4(uint32_t destination, const void* source) {
-  asm volatile("cp.async.ca.shared.global [%0], [%1], 4;" ::"r"(destination), "l"(source) : "memory");
+/// Arrives at `barrier` when all cp.async of this thread so far are complete; one of the barrier's arrivals.
+__device__ __forceinline__ void cp_async_arrive(uint32_t barrier) {
+  asm volatile("cp.async.mbarrier.arrive.noinc.shared::cta.b64 [%0];" ::"r"(barrier) : "memory");
 }
 /// The largest of three values whose bits are compared as signed integers, which is one instruction. (With
 /// `__vimax3_s32` of a float's bits the compiler reads accumulators before wgmma_wait_group.)

@@ -129,6 +129,9 @@ struct PrefillShape : Config {
 
   /// The K warp and the V warp, and that of the bias.
   static constexpr int kLoadWarps = kHasBias ? 3 : 2, kKeyLoadWarps = 1;
+  /// The scheduler looks for the next tile once so many blocks of K are to be loaded besides the next one. Earlier,
+  /// long tiles would be assigned before it is known which CTA is free first; later, their loads would be late.
+  static constexpr int kBlocksToGo = 2;
   /// wgmma takes 16-bit V as it is loaded.
   static constexpr int kTransposeWarps = 0;
   /// Whether work that is rarely necessary is kept out of the compute warps' loop: the V warp clears rows, and the sums
@@ -159,12 +162,12 @@ struct PrefillShape : Config {
   /// Tiles of one atom column have the same block for both, and tiny tiles and clusters are for contiguous keys alone.
   static constexpr bool kTakesClippedPages =
       kStorage == Storage::contiguous && kQueryAtomColumns > 1 && Config::kCtasPerSm == 1 && kClusterSize == 1;
-  /// Pages that TMA boxes cannot describe are loaded row by row (CpAsyncLoader).
+  /// Pages that TMA boxes cannot describe are loaded row by row (cp_async_load.cuh).
   static constexpr bool kHasCpAsyncLoader = kStorage == Storage::paged;
-  /// 4-byte entries for the rows of a block, one list for K and one for V, in rounds of 32 (CpAsyncLoader in load.cuh).
-  static constexpr int kRowEntries = kStorage == Storage::paged ? (Config::kKeys + 31) / 32 * 32 : 0;
+  /// 4-byte entries for half of a block's rows in rounds of 32: two lists per load warp.
+  static constexpr int kRowEntries = kHasCpAsyncLoader ? (Config::kKeys / 2 + 31) / 32 * 32 : 0;
   static constexpr int kRowEntriesOffset = kOutputOffset + (kHasOutputStaging ? kOutputBytes : 0);
-  static constexpr int kTilesOffset = kRowEntriesOffset + 2 * 4 * kRowEntries;
+  static constexpr int kTilesOffset = kRowEntriesOffset + 4 * 4 * kRowEntries;
   /// With kSplitsKeys, a WorkTile and a WorkRange.
   static constexpr int kWorkTileOffset = kTilesOffset + 2 * static_cast<int>(sizeof(Tile));
   static constexpr int kWorkRangeOffset = kWorkTileOffset + static_cast<int>(sizeof(WorkTile));
@@ -180,6 +183,12 @@ struct PrefillShape : Config {
   static_assert(!Config::kTakesKeyRanges || (kHasLeanLoop && kStorage == Storage::contiguous && !kHasWarpgroupBlocks));
   static_assert(kColumnWarpgroups == 1 || Config::kWarpgroups == kColumnWarpgroups);
 };
+
+/// Whether K and V of the call are loaded row by row.
+template <typename Shape>
+__device__ __forceinline__ bool loads_by_cp_async(const HopperPrefillParams& params) {
+  return Shape::kHasCpAsyncLoader && params.box_row_groups == 0;
+}
 
 /// The first row of a compute warp in its tile.
 template <typename Shape>

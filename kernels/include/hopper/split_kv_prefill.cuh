@@ -72,7 +72,7 @@ __device__ __forceinline__ void split_kv(const HopperPrefillParams& prefill, uin
   if (threadIdx.x == 32) {
     for (const auto* map : {&prefill.q, &prefill.k, &prefill.v}) ptx::prefetch_tensormap(*map);
   }
-  if (threadIdx.x == 64) pipeline.init();
+  if (threadIdx.x == 64) pipeline.init(loads_by_cp_async<Shape>(prefill));
   const WorkRangeIndex index = {static_cast<int32_t>(blockIdx.y), static_cast<int32_t>(gridDim.y)};
   init_work_tile<LogitsTransform>(attention, work, blockIdx.x);
   partition_work<Shape::kThreads, SplitKvUnit<Shape>, false>(attention, work, range, index);
@@ -81,15 +81,16 @@ __device__ __forceinline__ void split_kv(const HopperPrefillParams& prefill, uin
     ptx::warpgroup_reg_dealloc<Shape::kLoaderRegisters>();
     switch (warp - Shape::kComputeWarps) {
       case 0:
-        load_blocks<Shape, Operand::keys>(prefill, pipeline);
-        break;
       case 1:
-        load_blocks<Shape, Operand::values>(prefill, pipeline);
+        load_blocks<Shape>(prefill, pipeline, warp - Shape::kComputeWarps);
         break;
       case 2:
         schedule_work_range<Shape>(prefill, pipeline, work, range, index.index);
         break;
       default:
+        if constexpr (Shape::kHasCpAsyncLoader) {
+          if (loads_by_cp_async<Shape>(prefill)) publish_rows<Shape>(prefill, pipeline);
+        }
         break;
     }
   } else {

@@ -21,10 +21,6 @@ __device__ __forceinline__ void cp_async_4_zfill(uint32_t destination, const voi
   asm volatile("cp.async.ca.shared.global [%0], [%1], 4, %2;" ::"r"(destination), "l"(source), "r"(is_copied ? 4 : 0)
                : "memory");
 }
-/// Arrives at `barrier` when all cp.async of this thread so far are complete; one of the barrier's arrivals.
-__device__ __forceinline__ void cp_async_arrive(uint32_t barrier) {
-  asm volatile("cp.async.mbarrier.arrive.noinc.shared::cta.b64 [%0];" ::"r"(barrier) : "memory");
-}
 
 /// Copies `bytes` contiguous bytes from shared to global memory.
 __device__ __forceinline__ void bulk_store(void* to, uint32_t from, uint32_t bytes) {
