@@ -18,6 +18,7 @@
 #include "bwd/ptx_extra.cuh"
 #include "bwd/rows.cuh"
 #include "element.cuh"
+#include "log2_units.cuh"
 #include "params/attention_bwd.cuh"
 #include "params/bias.cuh"
 #include "ptx.cuh"
@@ -258,7 +259,6 @@ class AlignedDbias {
 
   /// Adds dS of item `item_`, of a sequence.
   __device__ __forceinline__ void add_item(const DbiasSequence& sequence) {
-    constexpr float kLog2E = 1.44269504088896341f;
     const AttentionParams& forward = params_.forward;
     Scores p, dp;
     clear(p);

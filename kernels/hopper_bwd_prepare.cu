@@ -16,6 +16,7 @@
 #include "hopper_bwd/sequence_plan.cuh"
 #include "hopper_bwd/shape.cuh"
 #include "hopper_bwd/wide_shape.cuh"
+#include "log2_units.cuh"
 #include "params/hopper_bwd.cuh"
 
 namespace xa::hopper {
@@ -35,7 +36,6 @@ __device__ __forceinline__ Chunk<T, 8> load_row_chunk(const T* from) {
 template <typename T, typename Shape>
 __device__ __forceinline__ void compute_row_stats(const HopperBackwardParams& params, int32_t index,
                                                   float (&sums)[kRows]) {
-  constexpr float kLog2E = 1.44269504088896341f;
   // Lanes per row; each lane has one chunk of 8 columns.
   constexpr int kLanesPerRow = Shape::kHeadDim == 64    ? 8
                                : Shape::kHeadDim <= 128 ? 16

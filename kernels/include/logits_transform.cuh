@@ -10,6 +10,7 @@
 #pragma once
 
 #include "element.cuh"
+#include "log2_units.cuh"
 #include "params/attention.cuh"
 #include "ptx.cuh"
 #include "scales.cuh"
@@ -72,7 +73,6 @@ struct logits_softcap_alibi {
   }
   template <typename Find>
   __device__ __forceinline__ Rows rows(const WorkTile& work, int32_t first_row, const Find& find) const {
-    constexpr float kLog2E = 1.44269504088896341f;
     Rows rows = {{work.score_factor, work.score_factor}, {}, {}};
     first_row += threadIdx.x % 32 / 4;
     if (row_factors_ != nullptr) {

@@ -17,6 +17,7 @@
 
 #include "column_warps.cuh"
 #include "element.cuh"
+#include "log2_units.cuh"
 #include "logits_transform.cuh"
 #include "params/attention.cuh"
 #include "params/bias.cuh"
@@ -248,7 +249,7 @@ struct logits_bias : logits_softcap_alibi {
   __device__ __forceinline__ logits_bias(const AttentionParams& params, const BiasTile<Shape, T>& bias)
       : logits_softcap_alibi(params), bias_(bias) {}
 
-  __device__ __forceinline__ float log2_unit() const { return 1.44269504088896341f; }
+  __device__ __forceinline__ float log2_unit() const { return kLog2E; }
   /// Starts to load what the block of keys from `first_key` on needs.
   __device__ __forceinline__ void fetch_block(int32_t first_key) const { bias_.fetch(first_key); }
   /// Transforms the scores of all of the warp's rows, which begin at row `warp_row` of the tile. Soft cap and ALiBi
@@ -257,7 +258,6 @@ struct logits_bias : logits_softcap_alibi {
   template <int kRowTiles, int kKeyTiles>
   __device__ __forceinline__ void apply_to_block(float (&scores)[kRowTiles][kKeyTiles][4], const WorkTile& work,
                                                  int32_t warp_row, int32_t first_key) const {
-    constexpr float kLn2 = 0.693147180559945309f;
     constexpr bool kHasFactor = kRowTiles * (Shape::kKeys + Shape::kWarpColumns) <= 288;
     float factor = kLn2;
     if (!kHasFactor || this->params_.softcap_log2 > 0.0f || this->params_.alibi_slopes != nullptr) {

@@ -8,6 +8,7 @@
 #include <cmath>
 #include <cstdint>
 
+#include "log2_units.cuh"
 #include "params/attention.cuh"
 #include "ptx.cuh"
 #include "work_tile.cuh"
@@ -144,7 +145,6 @@ struct RowResult {
 /// none. A row without a visible key has sum 0 and gets 0 and the sink. A NaN stays a NaN. Every operation is explicit
 /// (no contraction by the compiler), so all kernels compute the same bits.
 __device__ __forceinline__ RowResult finish_row(float max, float sum, float log2_unit, float sink, float v_scale) {
-  constexpr float kLog2E = 1.44269504088896341f, kLn2 = 0.693147180559945309f;
   if (sum == 0.0f) return RowResult{0.0f, sink};
   const float row_max = __fmul_rn(max, log2_unit), sink_log2 = __fmul_rn(sink, kLog2E);
   const float largest = fmaxf(row_max, sink_log2);

@@ -8,6 +8,7 @@
 
 #include "bwd/ptx_extra.cuh"
 #include "element.cuh"
+#include "log2_units.cuh"
 #include "params/attention.cuh"
 #include "params/bias.cuh"
 #include "score_bias.cuh"
@@ -17,7 +18,6 @@ namespace xa {
 
 /// What the bias is multiplied by before the products of scores are added to it.
 __device__ __forceinline__ float bias_factor(const AttentionParams& params) {
-  constexpr float kLog2E = 1.44269504088896341f;
   return kLog2E / params.softmax_scale_log2;
 }
 
@@ -105,8 +105,6 @@ class RowBias {
   }
 
  private:
-  static constexpr float kLog2E = 1.44269504088896341f;
-
   static __device__ __forceinline__ bool has_softcap(const AttentionParams& params) {
     return params.softcap_log2 > 0.0f;
   }

@@ -10,6 +10,7 @@
 #include "bwd/sequence_segment.cuh"
 #include "chunk.cuh"
 #include "element.cuh"
+#include "log2_units.cuh"
 #include "params/attention_bwd.cuh"
 #include "ptx.cuh"
 #include "work_tile.cuh"
@@ -166,14 +167,10 @@ __device__ __forceinline__ float delta_of(const BackwardParams& params, int32_t 
 }
 
 /// -lse in base 2. A row that attends to no key has an lse of -inf and gets -inf too, so that its probabilities are 0.
-__device__ __forceinline__ float negative_lse(float lse) {
-  constexpr float kLog2E = 1.44269504088896341f;
-  return lse == -INFINITY ? -INFINITY : -kLog2E * lse;
-}
+__device__ __forceinline__ float negative_lse(float lse) { return lse == -INFINITY ? -INFINITY : -kLog2E * lse; }
 
 /// Minus the ALiBi slope of a head, in base 2; 0 without ALiBi.
 __device__ __forceinline__ float negative_slope(const AttentionParams& params, int32_t sequence, int32_t head) {
-  constexpr float kLog2E = 1.44269504088896341f;
   if (params.alibi_slopes == nullptr) return 0.0f;
   return -kLog2E * __ldg(params.alibi_slopes + sequence * params.alibi_stride + head);
 }

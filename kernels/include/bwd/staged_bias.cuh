@@ -14,6 +14,7 @@
 #include "bwd/ptx_extra.cuh"
 #include "chunk.cuh"
 #include "element.cuh"
+#include "log2_units.cuh"
 #include "params/bias.cuh"
 #include "ptx.cuh"
 #include "score_bias.cuh"
@@ -181,10 +182,7 @@ class StagedScoreBias {
   }
 
  private:
-  static __device__ __forceinline__ void add_one(float& logit, float bias) {
-    constexpr float kLog2E = 1.44269504088896341f;
-    logit = __fmaf_rn(kLog2E, bias, logit);
-  }
+  static __device__ __forceinline__ void add_one(float& logit, float bias) { logit = __fmaf_rn(kLog2E, bias, logit); }
 
   const StagedBias<Shape, T>& stage_;
   const BiasRowIndex* const rows_;

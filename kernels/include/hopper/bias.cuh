@@ -9,6 +9,7 @@
 #include "hopper/pipeline.cuh"
 #include "hopper/ptx.cuh"
 #include "hopper/shape.cuh"
+#include "log2_units.cuh"
 #include "logits_transform.cuh"
 #include "params/attention.cuh"
 #include "params/hopper_prefill.cuh"
@@ -62,7 +63,6 @@ __device__ __forceinline__ void load_bias(const HopperPrefillParams& params, con
 template <typename Shape, typename T, int kKeyTiles>
 __device__ __forceinline__ void add_bias(const Pipeline<Shape>& pipeline, float (&scores)[kKeyTiles][4], float factor,
                                          int32_t block_count) {
-  constexpr float kLog2E = 1.44269504088896341f;
   const PipelineState<Shape::kBiasStages> state(block_count);
   // The row of which this lane passes the address to ldmatrix, and its chunk of those of two column tiles. The row is
   // computed anew for each block, because registers are scarce at D 256.

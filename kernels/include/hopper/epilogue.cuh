@@ -8,6 +8,7 @@
 #include "hopper/ptx.cuh"
 #include "hopper/shape.cuh"
 #include "hopper/swizzle_atom.cuh"
+#include "log2_units.cuh"
 #include "output_rows.cuh"
 #include "params/hopper_prefill.cuh"
 #include "work_tile.cuh"
@@ -51,7 +52,6 @@ class Epilogue {
   /// As finish_row (softmax.cuh), for both rows of a lane at once, branch-free and with approximate functions: its
   /// latency is exposed.
   __device__ __forceinline__ void finalize(const State& state) {
-    constexpr float kLog2E = 1.44269504088896341f, kLn2 = 0.693147180559945309f;
     const AttentionParams& params = prefill_.attention;
     const int32_t packed = work_.tile.first_row + first_row_ + threadIdx.x % 32 / 4;
     int32_t head[2];

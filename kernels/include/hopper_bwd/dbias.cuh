@@ -19,6 +19,7 @@
 #include "hopper/swizzle_atom.cuh"
 #include "hopper/wgmma.cuh"
 #include "hopper_bwd/ragged_rows.cuh"
+#include "log2_units.cuh"
 #include "params/hopper_bwd.cuh"
 #include "tiles/hopper_bwd_dbias.cuh"
 #include "work_tile.cuh"
@@ -260,7 +261,6 @@ class DbiasSum {
   }
 
   __device__ __forceinline__ void add_item(const DbiasItem& item, int32_t head, int32_t count) {
-    constexpr float kLog2E = 1.44269504088896341f;
     const AttentionParams& forward = params_.backward.forward;
     float p[kTiles][4], dp[kTiles][4];
     start_product(p, count);

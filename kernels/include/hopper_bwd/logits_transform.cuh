@@ -5,6 +5,7 @@
 #include <cstdint>
 
 #include "hopper_bwd/pipeline.cuh"
+#include "log2_units.cuh"
 #include "params/attention.cuh"
 #include "ptx.cuh"
 
@@ -51,7 +52,6 @@ class BackwardLogitsTransform {
   }
 
  private:
-  static constexpr float kLog2E = 1.44269504088896341f;
   /// (1 + exp(2 x)) / 2 for the tanh argument x of a score. The exponent is limited to 60, so that the product of two
   /// does not overflow; tanh(x) then is 1 to within 2^-59.
   __device__ __forceinline__ float half_one_plus_exp(float score) const {
