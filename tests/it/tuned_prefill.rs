@@ -203,12 +203,18 @@ fn batches_of_short_sequences_agree_with_the_reference() {
     }
 }
 
-/// A batch over packed keys with 8 query and 4 KV heads of D and Dv `dims`.
-fn assert_packed_batch_matches(dtypes: Dtypes, dims: (usize, usize), lengths: &[(usize, usize)], mask: Mask) {
+/// A batch with 8 query and 4 KV heads of D and Dv `dims`.
+fn assert_batch_matches(
+    dtypes: Dtypes,
+    dims: (usize, usize),
+    lengths: &[(usize, usize)],
+    mask: Mask,
+    layout: &MemoryLayout,
+) {
     let (head_dim, value_dim) = (dims.0, Some(dims.1));
     let lengths = lengths.to_vec();
     let spec = BatchSpec { dtypes, heads: (8, 4), head_dim, value_dim, lengths, mask, ..BatchSpec::default() };
-    ReferenceCase::assert_matches_reference(&AttentionCase::flash(&spec.batch(), &MemoryLayout::contiguous()));
+    ReferenceCase::assert_matches_reference(&AttentionCase::flash(&spec.batch(), layout));
 }
 
 /// Sequences of the same length, which are grouped by sequences, and tiles of one block of keys between longer ones, whose rows may
@@ -221,8 +227,21 @@ fn batches_of_many_tiles_agree_with_the_reference() {
     let masks = [Mask::CAUSAL, Mask::window(90, 0), Mask::FULL, Mask::CAUSAL, Mask::window(90, 30)];
     for (index, dims) in HEAD_DIMS.into_iter().enumerate() {
         for (lengths, shift) in [(&equal, 0), (&mixed, 3), (&long, 1)] {
-            assert_packed_batch_matches(BF16.into(), dims, lengths, masks[(index + shift) % masks.len()]);
+            let mask = masks[(index + shift) % masks.len()];
+            assert_batch_matches(BF16.into(), dims, lengths, mask, &MemoryLayout::contiguous());
         }
+    }
+}
+
+/// Tiles like these over pages that are no multiple of 8 tokens, which two load warps copy row by row and a third one publishes.
+#[test]
+fn batches_of_many_tiles_over_small_pages_agree_with_the_reference() {
+    let (equal, mixed) = (vec![(200, 200); 10], [(40, 40), (200, 700), (30, 20)].repeat(6));
+    let masks = [Mask::window(90, 0), Mask::FULL, Mask::CAUSAL];
+    for (index, dims) in HEAD_DIMS.into_iter().chain([(512, 512)]).enumerate() {
+        let (lengths, page_size) = [(&equal, 1), (&mixed, 12)][index % 2];
+        let layout = MemoryLayout::paged(KvLayout::PAGED[index % 2], page_size);
+        assert_batch_matches(BF16.into(), dims, lengths, masks[index % masks.len()], &layout);
     }
 }
 
@@ -239,7 +258,8 @@ fn batches_of_many_fp8_tiles_agree_with_the_reference() {
     for (index, dims) in FP8_HEAD_DIMS.into_iter().enumerate() {
         for (shift, lengths) in [&equal, &mixed, &long].into_iter().enumerate() {
             let dtypes = Dtypes::narrow([BF16, F16][shift % 2]);
-            assert_packed_batch_matches(dtypes, dims, lengths, masks[(index + shift) % masks.len()]);
+            let mask = masks[(index + shift) % masks.len()];
+            assert_batch_matches(dtypes, dims, lengths, mask, &MemoryLayout::contiguous());
         }
     }
 }
