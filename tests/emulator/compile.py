@@ -33,7 +33,6 @@ EMULATOR_FILES = {
         "fp8_convert.cuh",
         "token_scales_ptx.cuh",
         "device.h",
-        "device.cc",
         "tensor_map.h",
     )
 }
@@ -41,7 +40,9 @@ EMULATOR_FILES |= {f"hopper_{name}": f"hopper/{name}" for name in ("ptx.cuh", "c
 EMULATOR_FILES |= {"bwd_ptx_extra.cuh": "bwd/ptx_extra.cuh"}
 EMULATOR_FILES |= {f"hopper_bwd_{name}": f"hopper_bwd/{name}" for name in ("ptx.cuh", "products.cuh")}
 EMULATOR_FILES |= {"hopper_mla_fp8_ptx.cuh": "hopper_mla_fp8/ptx.cuh"}
-FLAGS = "-std=c++17 -O2 -g1 -w -fPIC -shared -mfma -mf16c -ffp-contract=fast -fvisibility=hidden"
+# The kernel has the same name, which is not exported, in each library.
+COMPILER = ["g++", "-std=c++17", "-O2", "-g1", "-w", "-fPIC", "-mfma", "-mf16c", "-ffp-contract=fast"]
+COMPILER += ["-fvisibility=hidden", "-include", "device.h", "-DXA_ENTRY=xa_emulated_kernel"]
 
 
 def variants() -> Iterator[tuple[str, dict, tuple[str, ...]]]:
@@ -77,30 +78,48 @@ def host_source(text: str) -> str:
     return f'{text}\nextern "C" __attribute__((visibility("default"))) const size_t xa_parameter_bytes = {size};\n'
 
 
-def main(entry: str, cache: str) -> None:
-    """Compile the library unless it exists."""
-    source, defines = source_of(entry)
-    includes = (KERNELS / "include", GENERATED)
-    headers = [header for include in includes for header in sorted(include.rglob("*.cuh"))]
-    files = [KERNELS / source, *headers, *sorted(HERE.iterdir())]
+def digest_of(files: list[pathlib.Path]) -> str:
+    """A hash of the files' contents."""
     digest = hashlib.sha256()
     for file in files:
         digest.update(file.read_bytes() if file.is_file() else b"")
-    library = pathlib.Path(cache) / f"{entry}.{digest.hexdigest()[:16]}.so"
+    return digest.hexdigest()[:16]
+
+
+def build(target: pathlib.Path, command: list[str]) -> None:
+    """Run a compiler that writes `target`, which appears when it is complete."""
+    target.parent.mkdir(parents=True, exist_ok=True)
+    aside = f"{target}.{os.getpid()}"
+    subprocess.run([*command, "-o", aside], check=True, stdout=sys.stderr)
+    os.rename(aside, target)
+
+
+def device_object(cache: pathlib.Path) -> pathlib.Path:
+    """The compiled emulator, which is the same for all kernels."""
+    files = [HERE / name for name in ("device.cc", "device.h", "compile.py")]
+    target = cache / f"device.{digest_of(files)}.o"
+    if not target.exists():
+        build(target, [*COMPILER, "-c", "-iquote", str(HERE), f"-I{HERE}", str(files[0])])
+    return target
+
+
+def main(entry: str, folder: str) -> None:
+    """Compile the library unless it exists."""
+    cache = pathlib.Path(folder)
+    source, defines = source_of(entry)
+    includes = (KERNELS / "include", GENERATED)
+    headers = [header for include in includes for header in sorted(include.rglob("*.cuh"))]
+    library = cache / f"{entry}.{digest_of([KERNELS / source, *headers, *sorted(HERE.iterdir())])}.so"
     if not library.exists():
-        library.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryDirectory() as folder:
-            kernel = pathlib.Path(folder) / "kernel.cc"
+        with tempfile.TemporaryDirectory() as sources:
+            kernel = pathlib.Path(sources) / "kernel.cc"
             kernel.write_text(host_source((KERNELS / source).read_text()))
             for include in includes:
-                shutil.copytree(include, folder, dirs_exist_ok=True)
+                shutil.copytree(include, sources, dirs_exist_ok=True)
             for name, place in EMULATOR_FILES.items():
-                shutil.copy(HERE / name, pathlib.Path(folder) / place)
-            command = ["g++", *FLAGS.split(), f"-DXA_ENTRY={entry}", *defines, "-include", "device.h"]
-            command += ["-iquote", folder, f"-I{folder}", str(kernel), f"{folder}/device.cc"]
-            aside = f"{library}.{os.getpid()}"
-            subprocess.run([*command, "-o", aside], check=True, stdout=sys.stderr)
-            os.rename(aside, library)
+                shutil.copy(HERE / name, pathlib.Path(sources) / place)
+            command = [*COMPILER, "-shared", *defines, "-iquote", sources, f"-I{sources}"]
+            build(library, [*command, str(kernel), str(device_object(cache))])
     print(library)
 
 
