@@ -196,9 +196,11 @@ __device__ __forceinline__ void load_rows(const HopperPrefillParams& params, con
   }
 }
 
-/// Loads Q of all tiles of the CTA and publishes the blocks that `load_rows` loads. Run by the publish warp.
+/// Loads Q of all tiles of the CTA and publishes the blocks that `load_rows` loads, if the call loads rows. Run by the
+/// publish warp.
 template <typename Shape>
 __device__ __forceinline__ void publish_rows(const HopperPrefillParams& params, const Pipeline<Shape>& pipeline) {
+  if (!loads_by_cp_async<Shape>(params)) return;
   if (params.query_boxes_are_columns != 0) clear_rest_of_query<Shape>(params.attention, pipeline);
   // One thread is enough, and cannot diverge.
   if (threadIdx.x % 32 != 0) return;

@@ -55,9 +55,7 @@ __device__ __forceinline__ void prefill(const HopperPrefillParams& params, const
           pipeline.starts_checked().arrive();
         }
         if constexpr (Shape::kHasBias) load_bias<Shape>(params, pipeline);
-        if constexpr (Shape::kHasCpAsyncLoader) {
-          if (loads_by_cp_async<Shape>(params)) publish_rows<Shape>(params, pipeline);
-        }
+        publish_rows<Shape>(params, pipeline);
       }
     }
   } else {

@@ -88,9 +88,7 @@ __device__ __forceinline__ void split_kv(const HopperPrefillParams& prefill, uin
         schedule_work_range<Shape>(prefill, pipeline, work, range, index.index);
         break;
       default:
-        if constexpr (Shape::kHasCpAsyncLoader) {
-          if (loads_by_cp_async<Shape>(prefill)) publish_rows<Shape>(prefill, pipeline);
-        }
+        publish_rows<Shape>(prefill, pipeline);
         break;
     }
   } else {
