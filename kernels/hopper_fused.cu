@@ -39,14 +39,14 @@ extern "C" __global__ void __launch_bounds__(Shape::kThreads, 1)
   // clear_tile_counter may still run. The counters are not accessed before this.
   xa::hopper::ptx::wait_for_previous_kernel();
   const int32_t ranges = xa::hopper::decode_ranges(work, decode.num_kv_heads);
-  const int32_t cta = blockIdx.x, range = cta / decode.num_kv_heads, kv_head = cta - range * decode.num_kv_heads;
+  const int32_t place = xa::hopper::decode_place(), range = place / decode.num_kv_heads;
   if (range < ranges) {
     const xa::hopper::KvTensorMaps maps = {params.k, params.v, params.prefill.k_head_atom_columns,
                                            params.prefill.v_head_atom_columns};
     xa::hopper::TmaRing<DecodeShape>(aligned).init();
     int32_t count = 0;
     xa::decode_work_tiles<DecodeShape, T, T, LogitsTransform, false>(
-        decode, kv_head, xa::WorkRangeIndex{range, ranges}, aligned,
+        decode, place - range * decode.num_kv_heads, xa::WorkRangeIndex{range, ranges}, aligned,
         [&](const xa::WorkTile& work_tile) {
           return xa::hopper::TmaDecodeLoop<DecodeShape, T>(decode, work_tile, maps, aligned, count);
         },

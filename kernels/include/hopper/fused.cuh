@@ -80,6 +80,14 @@ __device__ __forceinline__ FusedWork estimate_work(const HopperFusedParams& para
   return work;
 }
 
+/// This CTA's place in the order in which CTAs take decode's work ranges: every second CTA, then the others. CTAs 2 i
+/// and 2 i + 1 run on the two SMs of a TPC, which read L2 faster if only one of them decodes
+/// (docs/dev/kernels/hopper_fused.md).
+__device__ __forceinline__ int32_t decode_place() {
+  const int32_t pair = blockIdx.x / 2, pairs = (gridDim.x + 1) / 2;
+  return blockIdx.x % 2 == 0 ? pair : pairs + pair;
+}
+
 /// Number of decode's work ranges per KV head, each of one CTA: decode's part of the SM time, rounded up. Decode's
 /// total SM time hardly depends on the number of SMs.
 __device__ __forceinline__ int32_t decode_ranges(const FusedWork& work, int32_t num_kv_heads) {
