@@ -15,6 +15,7 @@
 
 #include "bwd/aligned_bias.cuh"
 #include "bwd/bias_rows.cuh"
+#include "bwd/few_keys.cuh"
 #include "bwd/probabilities.cuh"
 #include "bwd/products.cuh"
 #include "bwd/ptx_extra.cuh"
@@ -39,6 +40,9 @@ class KeyGradients {
   using Columns = typename Shape::Columns;
   static constexpr int kTiles = Shape::kRowTiles, kBlocks = Shape::kChunk / 8, kColumnTiles = Shape::kColumns / 8;
   static constexpr int kSteps = Shape::kRowBytes / 32;
+  /// Whether few keys have code of their own. Beside it ptxas spills in the loop for the others where that loads an
+  /// aligned bias of 128 columns.
+  static constexpr bool kComputesFewKeys = Shape::kShiftsBias || (Shape::kHasAlignedBias && Shape::kHeadDim == 64);
   using Scores = float[kTiles][kBlocks][4];
   using BiasStage = std::conditional_t<Shape::kShiftsBias, ShiftedBiasStage<Shape, T>, AlignedBiasStage<Shape, T>>;
 
@@ -77,6 +81,11 @@ class KeyGradients {
     for_segments<Shape::kThreads, Held>(
         forward, segment_, [&] { return count(); },
         [&] {
+          if constexpr (kComputesFewKeys) {
+            if (has_few_keys(all_params_, segment_)) {
+              return compute_few_keys<Shape, T>(all_params_, segment_, shared_ + Shape::kStreamOffset);
+            }
+          }
           clear(dk_);
           clear(dv_);
           stream();
@@ -97,12 +106,11 @@ class KeyGradients {
   /// The same for a block of RowBlocks. Returns its first row; Tk or more if there is no such block.
   __device__ __forceinline__ int32_t fetch_block(int32_t block, int32_t kv_head) const {
     const int32_t capacity = params_.forward.capacity;
-    const bool alternate = all_params_.key_blocks_alternate != 0;
     int32_t first;
     // Whether sequences begin with blocks is known when the copies have been started.
     find_key_period<Shape::kThreads>(all_params_, [&](int32_t period) {
       const RowBlocks<Shape::kHeld> blocks(capacity, period);
-      first = blocks.first_row(block, alternate);
+      first = blocks.first_row(block, all_params_.key_blocks_per_turn);
       if (threadIdx.x == 0) block_rows() = blocks.count(first);
       if (first < capacity) fetch_held(first, kv_head);
     });

@@ -11,6 +11,7 @@
 
 #include "bwd/copied_dbias.cuh"
 #include "bwd/dbias_rows.cuh"
+#include "bwd/few_rows.cuh"
 #include "bwd/gradient_type.cuh"
 #include "bwd/ptx_extra.cuh"
 #include "bwd/row_blocks.cuh"
@@ -80,10 +81,11 @@ class QueryGradientsFromDs {
     if (threadIdx.x == 0) {
       const RowBlocks<Shape::kHeld> blocks(forward.num_tokens * forward.group,
                                            all_params_.query_period * forward.group);
-      // The last rows come first: under a causal mask they attend to the most keys.
-      const int32_t index = gridDim.x - 1 - blockIdx.x, tile = index / forward.num_kv_heads;
+      // Under a mask the last rows come first: if it is causal, they attend to the most keys.
+      const bool is_masked = forward.window_left >= 0 || forward.window_right >= 0;
+      const int32_t index = is_masked ? gridDim.x - 1 - blockIdx.x : blockIdx.x, tile = index / forward.num_kv_heads;
       segment_.kv_head = index - tile * forward.num_kv_heads;
-      segment_.first = blocks.first_row(tile, all_params_.query_blocks_alternate != 0);
+      segment_.first = blocks.first_row(tile, all_params_.query_blocks_per_turn);
       block_rows() = blocks.count(segment_.first);
       segment_.clears_padding = 0;  // attention_bwd_dq has done it
       segment_.maxima = kStartsAscend;
@@ -95,6 +97,7 @@ class QueryGradientsFromDs {
           const bool is_complete = has_all_score_gradients(all_params_, segment_.tile);
           if (!is_complete && !copies_dbias()) return;
           describe_rows();
+          if (block_rows() <= kFewRows) return compute_few(is_complete);
           clear(dq_);
           stream();
           if (is_complete) store_gradient();
@@ -180,6 +183,17 @@ class QueryGradientsFromDs {
       const int64_t from = segment_.tile.start_k + (exists ? key : keys.begin);
       fetch_row<Grid, typename Shape::KeyRows>(to, row, k + from * source.token_stride,
                                                exists ? params_.forward.head_dim : 0);
+    }
+  }
+
+  /// Computes the rows of the segment one by one.
+  __device__ __forceinline__ void compute_few(bool is_complete) const {
+    const int32_t begin = segment_.tile.first_row, end = begin + segment_.tile.num_rows;
+    const FewRowGradients<Shape, T> gradients(all_params_, segment_, shared_);
+#pragma unroll 1
+    for (int32_t row = begin; row < end; ++row) {
+      if (copies_dbias() && bias_rows()[row] != kNoBiasRow) gradients.copy(dbias_row(row).elements, rows()[row]);
+      if (is_complete) gradients.store(held(), row, rows()[row]);
     }
   }
 

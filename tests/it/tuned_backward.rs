@@ -183,6 +183,23 @@ fn biases_of_equal_sequences_agree_with_the_reference() {
     }
 }
 
+/// Sequences whose last blocks of keys and of packed query rows have one or two, which are computed one after the other.
+#[test]
+fn biases_with_blocks_of_few_rows_agree_with_the_reference() {
+    for seed in 0..15 {
+        let spec = BatchSpec {
+            heads: [(2, 2), (4, 2), (3, 3)][seed % 3],
+            lengths: vec![[(129, 257), (130, 130), (65, 129), (258, 258), (129, 131)][seed % 5]; 1 + seed % 3],
+            leftpad: false,
+            ..biased(seed + seed / 5)
+        };
+        let memory = [portable_workspace(&spec), large_workspace()][seed / 2 % 2].clone().bare();
+        let mut forward = AttentionCase::flash(&spec.batch(), &memory);
+        forward.name = format!("{seed}: {spec:?}");
+        GradientCase::of(forward, GradientOptions::ALL).assert_matches_reference();
+    }
+}
+
 /// More sequences than the kernels for the gradient of a shared bias describe at a time.
 #[test]
 fn a_bias_of_many_sequences_agrees_with_the_reference() {

@@ -1,9 +1,10 @@
 // The blocks of rows that CTAs of the gradients with a bias hold. Where all sequences have as many rows, as in a batch
 // of matrices, each of them begins with a block:
 //
-//     rows          |     sequence 0     |     sequence 1     |       a period each
-//     blocks        |   0   |   1   | 2  |   3   |   4   | 5  |       kHeld rows, the last one of a period fewer
-//     alternating   |   0   |   2   | 4  |   1   |   3   | 5  |
+//     rows                 |     sequence 0     |     sequence 1     |       a period each
+//     blocks               |   0   |   1   | 2  |   3   |   4   | 5  |       kHeld rows, the last one of a period fewer
+//     in turns of 2        |   0   |   1   | 4  |   2   |   3   | 5  |
+//     in turns of 1        |   0   |   2   | 4  |   1   |   3   | 5  |
 //
 // Then a block has rows of one sequence, and its keys begin with a chunk of 16 bytes of the bias and of dS, however
 // long a sequence is. Elsewhere all rows are one period.
@@ -27,12 +28,13 @@ struct RowBlocks {
   /// `rows` is a multiple of `period`.
   __device__ __forceinline__ RowBlocks(int32_t rows, int32_t period) : rows(rows), period(period) {}
 
-  /// The first row of block `index`; `rows` if there is no such block. If they alternate, the first blocks of all
-  /// periods come first.
-  __device__ __forceinline__ int32_t first_row(uint32_t index, bool alternate) const {
+  /// The first row of block `index`; `rows` if there is no such block. Periods take turns of `turn` blocks.
+  __device__ __forceinline__ int32_t first_row(uint32_t index, uint32_t turn) const {
     const uint32_t periods = rows / period, blocks = (period + kHeld - 1) / kHeld;
-    const uint32_t of = alternate ? index % periods : index / blocks,
-                   block = alternate ? index / periods : index % blocks;
+    const uint32_t before = index / (periods * turn) * turn, in_round = index - before * periods;
+    // In the last round a turn has the blocks that are left.
+    const uint32_t size = before < blocks ? min(turn, blocks - before) : 1;
+    const uint32_t of = in_round / size, block = before + in_round % size;
     const uint64_t row = static_cast<uint64_t>(of) * period + static_cast<uint64_t>(block) * kHeld;
     return static_cast<int32_t>(min(row, static_cast<uint64_t>(rows)));
   }

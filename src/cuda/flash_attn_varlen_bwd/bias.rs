@@ -72,8 +72,8 @@ pub(super) fn params(
         dbias_warps_per_row: sum_grid.warps_per_row as i32,
         key_period: problem.num_keys as i32,
         query_period: problem.forward.num_rows as i32,
-        key_blocks_alternate: 0,
-        query_blocks_alternate: 0,
+        key_blocks_per_turn: 1,
+        query_blocks_per_turn: 1,
         reserved: 0,
         ds,
     })

@@ -152,17 +152,19 @@ pub(super) fn launches<'p>(problem: &'p FlashAttnVarlenBwd, device: Device) -> R
     let backward = BackwardParams::new(&call, &device, delta)?;
     let parameter = if let Some((of, original)) = forward.score.bias.as_ref().zip(original) {
         let key_tile = variant(forward, key_shape, &device, KEY_KERNEL, "dkdv")?.1;
-        let keys_alternate = keys.alternate(forward, key_tile.held(), places(&device, key_tile.ctas_per_sm));
-        let queries_alternate = ds.are_stored() && {
+        let keys_per_turn = keys.per_turn(forward, key_tile.held(), places(&device, key_tile.ctas_per_sm));
+        let queries_per_turn = if ds.are_stored() {
             let ctas_per_sm = score_gradients::dq_tile(forward)?.ctas_per_sm;
-            queries.packed(group).alternate(forward, DQ_FROM_DS_ROWS as usize, places(&device, ctas_per_sm))
+            queries.packed(group).per_turn(forward, DQ_FROM_DS_ROWS as usize, places(&device, ctas_per_sm))
+        } else {
+            1
         };
         Parameter::Bias(Rc::new(BiasBackwardParams {
             dbias_keys: original.keys as i32,
             key_period: keys.period as i32,
             query_period: queries.period as i32,
-            key_blocks_alternate: i32::from(keys_alternate),
-            query_blocks_alternate: i32::from(queries_alternate),
+            key_blocks_per_turn: keys_per_turn as i32,
+            query_blocks_per_turn: queries_per_turn as i32,
             ..bias::params(&call, of, &backward, ds, &device)?
         }))
     } else if ranges.is_none() {

@@ -24,6 +24,10 @@ pub const DBIAS_SUM_KEYS: i32 = 512;
 /// The packed query rows that a CTA of `attention_bwd_dq_from_ds` has.
 pub const DQ_FROM_DS_ROWS: i32 = 128;
 
+/// Up to so many keys of a block of `attention_bwd_dkdv`, and packed query rows of one of `attention_bwd_dq_from_ds`, are computed one
+/// after the other, which then is faster.
+pub const FEW_ROWS: i32 = 2;
+
 /// Threads of `attention_bwd_delta`, and the query rows of a head that a CTA has.
 pub const DELTA_THREADS: i32 = 256;
 pub const DELTA_ROWS: i32 = 32;
@@ -95,9 +99,9 @@ pub struct BiasBackwardParams {
     pub key_period: i32,
     /// Likewise rows of q after which blocks of query rows of `attention_bwd_dq_from_ds` begin anew.
     pub query_period: i32,
-    /// Whether blocks of all periods take turns.
-    pub key_blocks_alternate: i32,
-    pub query_blocks_alternate: i32,
+    /// The blocks of a period that come together, before as many of the next one (`RowBlocks`).
+    pub key_blocks_per_turn: i32,
+    pub query_blocks_per_turn: i32,
     pub reserved: i32,
     pub ds: ScoreGradients,
 }

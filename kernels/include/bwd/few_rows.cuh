@@ -1,0 +1,89 @@
+// dQ from dS of a block of few packed query rows, as the last one of a sequence may be: all threads of the CTA divide
+// the keys of a row, which they read from global memory, one row after the other.
+#pragma once
+
+#include <cstdint>
+
+#include "bwd/row_sums.cuh"
+#include "bwd/rows.cuh"
+#include "bwd/score_gradients.cuh"
+#include "bwd/sequence_segment.cuh"
+#include "chunk.cuh"
+#include "element.cuh"
+#include "params/bias.cuh"
+
+namespace xa {
+
+template <typename Shape, typename T>
+class FewRowGradients {
+  static constexpr int kElements = 8;
+  /// Adjacent lanes divide the columns of a key. The keys that all threads have at a time, and how often a thread loads
+  /// one before it computes.
+  static constexpr int kLanes = Shape::kHeadDim / kElements, kKeys = Shape::kThreads / kLanes, kBatch = 8;
+
+ public:
+  __device__ __forceinline__ FewRowGradients(const BiasBackwardParams& params, const SequenceSegment& segment,
+                                             uint8_t* memory)
+      : params_(params), segment_(segment), sums_(memory) {}
+
+  /// Stores dQ of row `row` of `block`, of which `of` describes dS. All threads of the CTA call it.
+  __device__ __forceinline__ void store(const QueryBlock& block, int32_t row, const ScoreGradientRow& of) const {
+    float terms[kElements] = {};
+    add_up(of, terms);
+    sums_.put(0, lane() * kElements, terms);
+    __syncthreads();
+    const BackwardParams& backward = params_.backward;
+    const AttentionParams& forward = backward.forward;
+    const int64_t place =
+        static_cast<int64_t>(block.token(row)) * (forward.num_kv_heads * forward.group) + block.head(row);
+    sums_.template store<T>(backward, backward.dq, 0, place, forward.head_dim, backward.softmax_scale);
+    __syncthreads();
+  }
+  /// Stores the row's dS to its row of the gradient of the bias, zeros where it attends to no key.
+  __device__ __forceinline__ void copy(uint16_t* dbias, const ScoreGradientRow& of) const {
+    const auto* const ds = static_cast<const uint16_t*>(params_.ds.data) + of.element;
+#pragma unroll 4
+    for (int32_t i = threadIdx.x; i < params_.dbias_keys; i += Shape::kThreads) {
+      dbias[i] = i >= of.begin && i < of.end ? ds[i] : 0;
+    }
+  }
+
+ private:
+  static __device__ __forceinline__ int32_t lane() { return threadIdx.x % kLanes; }
+
+  /// Adds up dS K over the thread's keys.
+  __device__ __forceinline__ void add_up(const ScoreGradientRow& of, float (&sums)[kElements]) const {
+    const AttentionParams& forward = params_.backward.forward;
+    const int32_t column = lane() * kElements;
+    const int32_t key_0 = column_of_key_0(params_, segment_.tile.start_k);
+    const T* const k = static_cast<const T*>(forward.k.base) + segment_.kv_head * forward.k.head_stride + column;
+    const T* const ds = static_cast<const T*>(params_.ds.data) + of.element;
+#pragma unroll 1
+    for (int32_t first = of.begin + static_cast<int32_t>(threadIdx.x) / kLanes; first < of.end;
+         first += kBatch * kKeys) {
+      Chunk<T, kElements> keys[kBatch];
+      T factors[kBatch];
+#pragma unroll
+      for (int i = 0; i < kBatch; ++i) {
+        const int32_t at = first + i * kKeys;
+        const bool exists = at < of.end && column < forward.head_dim;
+        const int64_t token = segment_.tile.start_k + at - key_0;
+        keys[i] = exists ? load_chunk<T, kElements>(k + token * forward.k.token_stride) : Chunk<T, kElements>{};
+        factors[i] = exists ? ds[at] : T{};
+      }
+#pragma unroll
+      for (int i = 0; i < kBatch; ++i) {
+#pragma unroll
+        for (int j = 0; j < kElements; ++j) {
+          sums[j] = __fmaf_rn(Element<T>::to_f32(factors[i]), Element<T>::to_f32(keys[i].elements[j]), sums[j]);
+        }
+      }
+    }
+  }
+
+  const BiasBackwardParams& params_;
+  const SequenceSegment& segment_;
+  const RowSums<Shape, kLanes, 1> sums_;
+};
+
+}  // namespace xa
