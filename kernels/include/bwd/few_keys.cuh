@@ -248,8 +248,8 @@ __device__ __noinline__ void compute_few_keys_with(const BiasBackwardParams& par
   FewKeyGradients<Shape, T>(params, segment, memory).run();
 }
 
-/// Stores dK, dV and dS of such a segment. All threads of the CTA call it. `params` is the kernel's parameter, which is
-/// copied to shared memory: a function takes its address there in every version of PTX, elsewhere from 7.7 on.
+/// Stores dK, dV and dS of such a segment. All threads of the CTA call it. `params` is the kernel's parameter. It is
+/// copied to shared memory, because PTX before 7.7 cannot pass the address of a parameter to a function.
 template <typename Shape, typename T>
 __device__ __forceinline__ void compute_few_keys(const BiasBackwardParams& params, const SequenceSegment& segment,
                                                  uint8_t* memory) {
