@@ -202,7 +202,7 @@ class BiasGradient {
       const int32_t query = place_.first_row + row, token = tile_.first_token + query;
       const int64_t index = static_cast<int64_t>(head) * params_.forward.num_tokens + token;
       stats.negative_lse = negative_lse(__ldg(params_.forward.lse + index));
-      stats.delta = params_.delta != nullptr ? params_.delta[index] : delta_of<T, 1>(params_, token, head);
+      stats.delta = stored_delta_of<T>(params_, token, head);
       stats.negative_slope = negative_slope(params_.forward, tile_.sequence, head);
       stats.position = query + Visibility(params_.forward, tile_).shift;
     }

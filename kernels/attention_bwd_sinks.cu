@@ -41,7 +41,7 @@ __device__ __forceinline__ void sum_rows(const BackwardParams& params) {
     const int32_t token = static_cast<int32_t>(first);
     if (!search.finds_sequence(token)) continue;
     const int64_t index = static_cast<int64_t>(head) * forward.num_tokens + token;
-    const float delta = params.delta != nullptr ? __ldg(params.delta + index) : delta_of<T, 1>(params, token, head);
+    const float delta = stored_delta_of<T>(params, token, head);
     // A sink of -inf has no gradient. Where the row attends to no key its lse is -inf too, and the difference a NaN.
     if (sink != -INFINITY) sum -= expf(sink - __ldg(forward.lse + index)) * delta;
   }

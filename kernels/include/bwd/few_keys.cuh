@@ -38,7 +38,7 @@ class FewKeyGradients {
   static constexpr int kLanes = Shape::kHeadDim / (kElements * kChunks), kPassRows = kWarp / kLanes, kBatch = 2;
   static_assert(kLanes % kBatch == 0);
   using Held = HeldKeys<Shape::kHeld>;
-  using Chunks = uint4[kChunks];
+  using Chunks = uint4[kChunks];  // a Chunk of 16-bit elements takes more instructions to convert
   /// Chunks `lane_in_row()` and that plus kLanes of a row.
   struct Columns {
     float x[kChunks][kElements];
@@ -63,8 +63,7 @@ class FewKeyGradients {
                                              uint8_t* memory)
       : all_params_(params), params_(params.backward), segment_(segment), sums_(memory) {}
 
-  /// Stores dK, dV and dS of the segment. All threads of the CTA call it; `memory` has
-  /// Sums::kBytes bytes.
+  /// Stores dK, dV and dS of the segment. All threads of the CTA call it; `memory` has Sums::kBytes bytes.
   __device__ __forceinline__ void run() const {
     const int32_t begin = segment_.tile.first_row, end = begin + segment_.tile.num_rows;
 #pragma unroll 1
@@ -141,8 +140,7 @@ class FewKeyGradients {
     const int64_t bias_of_row = bias_row(bias, bias_row_index(bias, sequence, head, query));
     found.bias = bias_at<T>(bias, bias_of_row, key);
     found.lse = __ldg(forward.lse + index);
-    found.delta = params_.delta != nullptr ? __ldg(params_.delta + index)
-                                           : delta_of<T, 1>(params_, static_cast<int32_t>(token), head);
+    found.delta = stored_delta_of<T>(params_, static_cast<int32_t>(token), head);
     return found;
   }
   /// Which of the warp's rows the lane shares in a pass.
@@ -229,7 +227,7 @@ class FewKeyGradients {
     T* const to = static_cast<T*>(all_params_.ds.data) + element;
     if (is_first) {
       // Rows of dS begin with chunks.
-      *reinterpret_cast<uint4*>(to - element % kElements) = make_uint4(0, 0, 0, 0);
+      store_chunk(to - element % kElements, Chunk<T, kElements>{});
     }
     *to = rounded<T>(ds);
   }

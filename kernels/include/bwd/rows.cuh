@@ -165,6 +165,12 @@ __device__ __forceinline__ float delta_of(const BackwardParams& params, int32_t 
   if (params.dlse != nullptr) sum -= __ldg(params.dlse + static_cast<int64_t>(head) * forward.num_tokens + token);
   return sum;
 }
+/// Delta of a row as a kernel before has stored it, or computed by this lane.
+template <typename T>
+__device__ __forceinline__ float stored_delta_of(const BackwardParams& params, int32_t token, int32_t head) {
+  if (params.delta == nullptr) return delta_of<T, 1>(params, token, head);
+  return __ldg(params.delta + static_cast<int64_t>(head) * params.forward.num_tokens + token);
+}
 
 /// -lse in base 2. A row that attends to no key has an lse of -inf and gets -inf too, so that its probabilities are 0.
 __device__ __forceinline__ float negative_lse(float lse) { return lse == -INFINITY ? -INFINITY : -kLog2E * lse; }
