@@ -235,23 +235,19 @@ fn dbias_changes_no_other_gradient() {
 #[cfg(feature = "cuda")]
 mod on_their_own_gpu {
     use super::{AttentionCase, BF16, BatchSpec, BiasForm, F16, Mask, MemoryLayout};
-    use crate::support::device::{BufferPadding, Gpu};
-    use crate::support::log_capture::{assert_logged, log};
+    use crate::support::device::Gpu;
 
     /// Run under compute-sanitizer's slower tools: short, with a call of every kernel.
     #[test]
     fn tuned_kernels_with_a_bias_are_chosen() {
         let Some(gpu) = Gpu::with_tuned_kernels_or_skip() else { return };
-        let log = log();
         for (dtype, name) in [(BF16, "bf16"), (F16, "f16")] {
             for head_dim in [64, 128, 256] {
                 let (dtypes, lengths, bias) = (dtype.into(), vec![(300, 504)], Some(BiasForm::OWN));
                 let spec = BatchSpec { dtypes, heads: (4, 2), head_dim, lengths, bias, ..BatchSpec::default() };
                 AttentionCase::flash(&spec.batch(), &MemoryLayout::contiguous())
                     .invocation()
-                    .run_on_gpu(&gpu, BufferPadding::Redzones, 0)
-                    .unwrap();
-                assert_logged(log, &format!("hopper_bias_{name}_{head_dim} with"));
+                    .assert_logs(&gpu, &[&format!("hopper_bias_{name}_{head_dim} with")]);
             }
         }
         // Rows of 501 keys are copied, each by a warp of eight: 299 of four heads and of three sequences, of which two are empty.
@@ -260,7 +256,6 @@ mod on_their_own_gpu {
         let spec = BatchSpec { dtypes, lengths, bias, ..base };
         let layout = MemoryLayout { workspace: Some(4_000_001), ..MemoryLayout::contiguous() };
         let call = AttentionCase::flash(&spec.batch(), &layout).invocation();
-        call.run_on_gpu(&gpu, BufferPadding::Redzones, 0).unwrap();
-        assert_logged(log, "copy_bias_rows with LaunchConfig { grid: [449, 1, 1]");
+        call.assert_logs(&gpu, &["copy_bias_rows with LaunchConfig { grid: [449, 1, 1]"]);
     }
 }

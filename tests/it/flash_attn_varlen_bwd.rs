@@ -4,7 +4,7 @@
 use crate::attention::{Operator, tests_of};
 use crate::support::{
     ATTENTION_DTYPES, Array, BF16, BatchSpec, F32, GradientCase, GradientOptions, Mask, MemoryLayout, PairwiseOptions,
-    ReferenceCase, Side, assert_named_matches_reference,
+    ReferenceCase, Side, assert_calls_match_reference, assert_named_matches_reference,
 };
 use xla_attention::ops::workspace::AttentionSizes;
 
@@ -39,12 +39,10 @@ tests_of! { FlashAttnVarlenBwd:
 
 #[test]
 fn every_pair_of_options_agrees_with_the_reference() {
-    for (index, (_, spec, memory_layout, options)) in PairwiseOptions::GRADIENTS.calls().into_iter().enumerate() {
-        assert_named_matches_reference(
-            &format!("pairwise {index}"),
-            &mut GradientCase::store(&spec.batch(), &memory_layout, options),
-        );
-    }
+    let calls = PairwiseOptions::GRADIENTS.calls();
+    assert_calls_match_reference("pairwise", calls, |(_, spec, memory_layout, options)| {
+        GradientCase::store(&spec.batch(), &memory_layout, options)
+    });
 }
 
 #[test]

@@ -4,8 +4,8 @@
 
 use crate::support::{
     Alibi, AttentionCase, BF16, BatchSpec, BiasForm, Dtype, Dtypes, F16, F32, GradientCase, GradientOptions,
-    InvalidMetadata, Mask, MemoryLayout, PairwiseOptions, ReferenceCase, YES_OR_NO, assert_named_matches_reference,
-    skips_slow_test,
+    InvalidMetadata, Mask, MemoryLayout, PairwiseOptions, ReferenceCase, YES_OR_NO, assert_calls_match_reference,
+    assert_named_matches_reference, skips_slow_test,
 };
 
 const DTYPES: [Dtype; 2] = [BF16, F16];
@@ -66,12 +66,10 @@ fn every_pair_agrees_with_the_reference() {
     if skips_slow_test() {
         return;
     }
-    for (seed, (_, spec, memory_layout, options)) in LONG.calls().into_iter().chain(ALIBI.calls()).enumerate() {
-        assert_named_matches_reference(
-            &format!("long {seed}"),
-            &mut GradientCase::store(&spec.batch(), &memory_layout, options),
-        );
-    }
+    let calls = LONG.calls().into_iter().chain(ALIBI.calls());
+    assert_calls_match_reference("long", calls, |(_, spec, memory_layout, options)| {
+        GradientCase::store(&spec.batch(), &memory_layout, options)
+    });
 }
 
 #[test]
@@ -403,10 +401,7 @@ mod on_their_own_gpu {
         let run_portable = |spec: &BatchSpec, kernels: &[&str]| {
             let layout = portable_workspace(spec);
             let case = GradientCase::of_any_results(AttentionCase::flash(&spec.batch(), &layout), GradientOptions::ALL);
-            case.invocation().run_on_gpu(&gpu, BufferPadding::Redzones, 0).unwrap();
-            for kernel in kernels {
-                assert_logged(log, kernel);
-            }
+            case.invocation().assert_logs(&gpu, kernels);
         };
         for (head_dim, keys) in [(64, 304), (128, 301)] {
             let few = BatchSpec { heads: (8, 1), head_dim, lengths: vec![(40, keys); 1], ..base.clone() };
@@ -414,9 +409,8 @@ mod on_their_own_gpu {
             let layout = MemoryLayout { spare_seqs: 16, ..large_workspace() };
             let forward = AttentionCase::flash(&shared.batch(), &layout);
             let case = GradientCase::of_any_results(forward, GradientOptions::ALL);
-            case.invocation().run_on_gpu(&gpu, BufferPadding::Redzones, 0).unwrap();
-            assert_logged(log, &format!("attention_bwd_dq_from_ds_bf16_{head_dim} with"));
-            assert_logged(log, "attention_bwd_dbias_sum_bf16 with");
+            let from_ds = format!("attention_bwd_dq_from_ds_bf16_{head_dim} with");
+            case.invocation().assert_logs(&gpu, &[&from_ds, "attention_bwd_dbias_sum_bf16 with"]);
             let odd = BatchSpec { head_dim, lengths: vec![(200, keys), (30, 40)], ..base.clone() };
             let of_shape = format!("attention_bwd_dq_bf16_{head_dim}_bias_aligned_none with");
             let summing = format!("attention_bwd_dbias_aligned_bf16_{head_dim} with");

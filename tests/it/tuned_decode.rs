@@ -5,7 +5,8 @@
 use crate::attention::metadata::corrupt;
 use crate::support::{
     ALIBI, AttentionCase, BF16, BatchSpec, Dtypes, F16, InvalidMetadata, KvLayout, Mask, MaxSeqlenHints, MemoryLayout,
-    PagedUpdateCase, PairwiseOptions, ReferenceCase, ScaleKind, assert_named_matches_reference, skips_slow_test,
+    PagedUpdateCase, PairwiseOptions, ReferenceCase, ScaleKind, assert_calls_match_reference,
+    assert_named_matches_reference, skips_slow_test,
 };
 
 const DTYPES: [Dtypes; 2] = [Dtypes::same(BF16), Dtypes::same(F16)];
@@ -39,12 +40,9 @@ fn every_pair_agrees_with_the_reference() {
     if skips_slow_test() {
         return;
     }
-    for (seed, (_, spec, memory_layout, _)) in SHORT.calls().into_iter().enumerate() {
-        assert_named_matches_reference(
-            &format!("short {seed}"),
-            &mut AttentionCase::flash(&spec.batch(), &memory_layout),
-        );
-    }
+    assert_calls_match_reference("short", SHORT.calls(), |(_, spec, memory_layout, _)| {
+        AttentionCase::flash(&spec.batch(), &memory_layout)
+    });
 }
 
 /// A batch of one query per sequence over contexts of these lengths.
@@ -119,21 +117,17 @@ fn hostile_metadata_does_not_affect_valid_sequences() {
 #[cfg(feature = "cuda")]
 mod on_their_own_gpu {
     use super::{AttentionCase, BatchSpec, DTYPES, Mask, MemoryLayout, decode};
-    use crate::support::device::{BufferPadding, Gpu};
-    use crate::support::log_capture::{assert_logged, log};
+    use crate::support::device::Gpu;
 
     /// Short, with a call of every variant.
     #[test]
     fn cluster_decode_is_chosen() {
         let Some(gpu) = Gpu::with_tuned_kernels_or_skip() else { return };
-        let log = log();
         let (few, many) = (decode(&[700, 0, 130, 1, 260], 0), decode(&[700, 0, 130, 1, 260, 5, 64, 900, 2, 30], 0));
         let expect = |spec: &BatchSpec, variant: &str| {
             AttentionCase::paged(&spec.batch(), &MemoryLayout::default())
                 .invocation()
-                .run_on_gpu(&gpu, BufferPadding::Redzones, 0)
-                .unwrap();
-            assert_logged(log, &format!("cluster_decode_{variant} with"));
+                .assert_logs(&gpu, &[&format!("cluster_decode_{variant} with")]);
         };
         for (dtypes, name) in DTYPES.into_iter().zip(["bf16", "f16"]) {
             for head_dim in [64, 128, 256] {

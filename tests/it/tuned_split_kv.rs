@@ -84,14 +84,12 @@ fn hostile_metadata_does_not_affect_valid_sequences() {
 #[cfg(feature = "cuda")]
 mod on_their_own_gpu {
     use super::{AttentionCase, BF16, BatchSpec, F16, KvLayout, Mask, MemoryLayout, WORKSPACE};
-    use crate::support::device::{BufferPadding, Gpu};
-    use crate::support::log_capture::{assert_logged, log};
+    use crate::support::device::Gpu;
 
     /// Short, with a call of every variant: the slower tools of compute-sanitizer run it (tests/gpu/run.py).
     #[test]
     fn the_kernel_is_chosen() {
         let Some(gpu) = Gpu::with_tuned_kernels_or_skip() else { return };
-        let log = log();
         for (dtype, name) in [(BF16, "bf16"), (F16, "f16")] {
             for head_dim in [64, 128, 256] {
                 let spec = BatchSpec {
@@ -109,9 +107,7 @@ mod on_their_own_gpu {
                     let layout = MemoryLayout { workspace: Some(WORKSPACE), ..layout };
                     AttentionCase::flash(&spec.batch(), &layout)
                         .invocation()
-                        .run_on_gpu(&gpu, BufferPadding::Redzones, 0)
-                        .unwrap();
-                    assert_logged(log, &format!("hopper_split_kv_{name}_{head_dim}_split_kv_{keys}_none with"));
+                        .assert_logs(&gpu, &[&format!("hopper_split_kv_{name}_{head_dim}_split_kv_{keys}_none with")]);
                 }
             }
         }

@@ -6,7 +6,7 @@ use crate::attention::metadata::corrupt;
 use crate::attention::results::attend;
 use crate::support::{
     ATTENTION_DTYPES, AttentionCase, BF16, Batch, BatchSpec, Dtypes, F32, GradientCase, GradientOptions,
-    InvalidMetadata, KvLayout, Mask, MemoryLayout, PairwiseOptions, ReferenceCase, assert_named_matches_reference,
+    InvalidMetadata, KvLayout, Mask, MemoryLayout, PairwiseOptions, ReferenceCase, assert_calls_match_reference,
     has_gradients, skips_slow_test,
 };
 use xla_attention::Op;
@@ -27,10 +27,9 @@ fn every_pair_agrees_with_the_reference() {
     if skips_slow_test() {
         return;
     }
-    for (seed, (target, spec, memory_layout, _)) in CALLS.calls().into_iter().enumerate() {
-        let mut case = AttentionCase::store(target, &spec.batch(), &memory_layout);
-        assert_named_matches_reference(&format!("wide {seed}"), &mut case);
-    }
+    assert_calls_match_reference("wide", CALLS.calls(), |(target, spec, memory_layout, _)| {
+        AttentionCase::store(target, &spec.batch(), &memory_layout)
+    });
 }
 
 const GRADIENTS: PairwiseOptions =
@@ -39,10 +38,9 @@ const GRADIENTS: PairwiseOptions =
 #[test]
 fn every_pair_of_options_of_gradients_agrees_with_the_reference() {
     let calls = GRADIENTS.calls().into_iter().filter(|(_, spec, ..)| has_gradients(spec.dtypes.q, 512));
-    for (seed, (_, spec, memory_layout, options)) in calls.enumerate() {
-        let mut case = GradientCase::store(&spec.batch(), &memory_layout, options);
-        assert_named_matches_reference(&format!("wide gradients {seed}"), &mut case);
-    }
+    assert_calls_match_reference("wide gradients", calls, |(_, spec, memory_layout, options)| {
+        GradientCase::store(&spec.batch(), &memory_layout, options)
+    });
 }
 
 #[test]
@@ -119,26 +117,22 @@ mod on_their_own_gpu {
         has_gradients, mixed,
     };
     use crate::support::F16;
-    use crate::support::device::{BufferPadding, Gpu};
-    use crate::support::log_capture::{assert_logged, log};
+    use crate::support::device::Gpu;
 
     #[test]
     fn kernels_of_512_columns_are_chosen() {
         let Some(gpu) = Gpu::or_skip() else { return };
-        let log = log();
         for dtypes in Dtypes::ALL {
             // Soft caps have no kernel of Hopper's.
             for (head_dim, softcap) in [(320, 0.0), (512, 0.0), (512, 2.5)] {
                 let spec = BatchSpec { head_dim, softcap, ..mixed(dtypes, &[700, 40, 130]) };
-                AttentionCase::paged(&spec.batch(), &MemoryLayout::default())
-                    .invocation()
-                    .run_on_gpu(&gpu, BufferPadding::Redzones, 0)
-                    .unwrap();
-                assert_logged(log, "_512_decode_");
                 let has_tuned =
                     Gpu::runs_sm_90a() && softcap == 0.0 && dtypes.q == dtypes.kv && [BF16, F16].contains(&dtypes.q);
                 let storage = if head_dim == 512 { "paged" } else { "contiguous" };
-                assert_logged(log, &if has_tuned { format!("_512_{storage}_none") } else { "_512_prefill_".into() });
+                let long = if has_tuned { format!("_512_{storage}_none") } else { "_512_prefill_".into() };
+                AttentionCase::paged(&spec.batch(), &MemoryLayout::default())
+                    .invocation()
+                    .assert_logs(&gpu, &["_512_decode_", &long]);
             }
         }
     }
@@ -146,15 +140,14 @@ mod on_their_own_gpu {
     #[test]
     fn gradients_of_512_columns_are_chosen() {
         let Some(gpu) = Gpu::or_skip() else { return };
-        let log = log();
         for dtype in ATTENTION_DTYPES.into_iter().filter(|dtype| has_gradients(*dtype, 512)) {
             let spec = BatchSpec { head_dim: 320, dtypes: dtype.into(), ..BatchSpec::default() };
             GradientCase::store(&spec.batch(), &MemoryLayout::contiguous(), GradientOptions::ALL)
                 .invocation()
-                .run_on_gpu(&gpu, BufferPadding::Redzones, 0)
-                .unwrap();
-            assert_logged(log, &format!("attention_bwd_dq_{dtype}_512_"));
-            assert_logged(log, &format!("attention_bwd_dkdv_{dtype}_512_"));
+                .assert_logs(
+                    &gpu,
+                    &[&format!("attention_bwd_dq_{dtype}_512_"), &format!("attention_bwd_dkdv_{dtype}_512_")],
+                );
         }
     }
 }

@@ -1,5 +1,6 @@
 //! Runs invocations on a GPU without XLA, with one allocation per buffer.
 
+use super::log_capture::{assert_logged, log};
 use super::{Array, BufferMemory, CallBuffers, Invocation, POISON, Refusal, Side, Strided, StridedLayout};
 use cudarc::driver::sys::{self, CUdevice_attribute as Attribute, CUresult};
 use std::cell::RefCell;
@@ -301,6 +302,15 @@ impl Invocation {
     /// Runs the call on the GPU: `replays` times from a captured graph, or launched directly if `replays` is 0.
     pub fn run_on_gpu(&self, gpu: &Gpu, padding: BufferPadding, replays: usize) -> Result<Vec<Array>, Error> {
         self.run_prepared(gpu, padding, replays, true)
+    }
+
+    /// Runs the call on the GPU and asserts that the log then contains all of `expected`: names of kernels that calls have taken.
+    pub fn assert_logs(&self, gpu: &Gpu, expected: &[&str]) {
+        let log = log();
+        self.run_on_gpu(gpu, BufferPadding::Redzones, 0).unwrap();
+        for text in expected {
+            assert_logged(log, text);
+        }
     }
 
     /// Launches the call on strided operands: `gap(name)` elements of NaN lie between the rows of each operand.

@@ -75,6 +75,17 @@ impl ReferenceCase for AttentionCase {
     }
 }
 
+/// Asserts that the cases of `calls` agree with the reference. Its messages have `name` and the number of the call.
+pub fn assert_calls_match_reference<Call, Case: ReferenceCase>(
+    name: &str,
+    calls: impl IntoIterator<Item = Call>,
+    case: impl Fn(Call) -> Case,
+) {
+    for (index, call) in calls.into_iter().enumerate() {
+        assert_named_matches_reference(&format!("{name} {index}"), &mut case(call));
+    }
+}
+
 /// [`ReferenceCase::assert_matches_reference`], with a name for its messages.
 pub fn assert_named_matches_reference(name: &str, call: &mut dyn ReferenceCase) -> Vec<Array> {
     call.case_mut().name = format!("{name}: {}", call.case().name);

@@ -6,7 +6,8 @@ mod on_their_own_gpu;
 
 use crate::support::{
     ALIBI, AttentionCase, BF16, BatchSpec, Dtypes, F16, F32, InvalidMetadata, KvLayout, Mask, MemoryLayout,
-    PairwiseOptions, ReferenceCase, ScaleKind, Side, assert_named_matches_reference, for_both_sides, skips_slow_test,
+    PairwiseOptions, ReferenceCase, ScaleKind, Side, assert_calls_match_reference, assert_named_matches_reference,
+    for_both_sides, skips_slow_test,
 };
 
 const DTYPES: [Dtypes; 5] =
@@ -86,12 +87,9 @@ fn every_pair_agrees_with_the_reference() {
     if skips_slow_test() {
         return;
     }
-    for (seed, (_, spec, memory_layout, _)) in LONG.calls().into_iter().enumerate() {
-        assert_named_matches_reference(
-            &format!("long {seed}"),
-            &mut AttentionCase::flash(&spec.batch(), &memory_layout),
-        );
-    }
+    assert_calls_match_reference("long", LONG.calls(), |(_, spec, memory_layout, _)| {
+        AttentionCase::flash(&spec.batch(), &memory_layout)
+    });
 }
 
 #[test]

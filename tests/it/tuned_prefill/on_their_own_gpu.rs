@@ -6,13 +6,11 @@ use super::{
 };
 use crate::support::Alibi;
 use crate::support::device::{BufferPadding, Gpu};
-use crate::support::log_capture::{assert_logged, log};
 
 /// Short, with a call of every variant: the slower tools of compute-sanitizer run it (tests/gpu/run.py).
 #[test]
 fn tuned_kernels_are_chosen() {
     let Some(gpu) = Gpu::with_tuned_kernels_or_skip() else { return };
-    let log = log();
     let transforms = [(0.0, Alibi::Off, "none"), (2.5, Alibi::Off, "softcap"), (2.5, Alibi::PerHead, "softcap_alibi")];
     let fp8_transforms = [(0.0, Alibi::Off, "scaled"), (2.5, Alibi::Off, "softcap_alibi")];
     for (dtypes, name, head_dims, transforms) in [
@@ -63,13 +61,11 @@ fn tuned_kernels_are_chosen() {
                     if name == "fp8" && dims.ends_with("short") && keys == "paged" {
                         continue;
                     }
-                    AttentionCase::flash(&spec.batch(), &memory_layout)
-                        .invocation()
-                        .run_on_gpu(&gpu, BufferPadding::Redzones, 0)
-                        .unwrap();
                     // One f32 kernel loads all layouts of keys.
                     let keys = if name == "f32" { String::new() } else { format!("_{keys}") };
-                    assert_logged(log, &format!("hopper_prefill_{name}_{dims}{keys}_{logits} with"));
+                    AttentionCase::flash(&spec.batch(), &memory_layout)
+                        .invocation()
+                        .assert_logs(&gpu, &[&format!("hopper_prefill_{name}_{dims}{keys}_{logits} with")]);
                 }
             }
         }
@@ -80,7 +76,6 @@ fn tuned_kernels_are_chosen() {
 #[test]
 fn long_sequences_without_a_mask_take_clusters() {
     let Some(gpu) = Gpu::with_tuned_kernels_or_skip() else { return };
-    let log = log();
     let sms = Gpu::sms();
     for (dtype, name) in [(BF16, "bf16"), (F16, "f16")] {
         for head_dim in [192, 256] {
@@ -98,9 +93,7 @@ fn long_sequences_without_a_mask_take_clusters() {
                 };
                 AttentionCase::flash(&spec.batch(), &MemoryLayout::contiguous().bare())
                     .invocation()
-                    .run_on_gpu(&gpu, BufferPadding::Redzones, 0)
-                    .unwrap();
-                assert_logged(log, &format!("hopper_prefill_{name}_{head_dim}_cluster_contiguous_none with"));
+                    .assert_logs(&gpu, &[&format!("hopper_prefill_{name}_{head_dim}_cluster_contiguous_none with")]);
             }
         }
     }
@@ -109,7 +102,6 @@ fn long_sequences_without_a_mask_take_clusters() {
 #[test]
 fn short_sequences_take_tiny_tiles() {
     let Some(gpu) = Gpu::with_tuned_kernels_or_skip() else { return };
-    let log = log();
     for (dtype, name) in [(BF16, "bf16"), (F16, "f16")] {
         for (head_dim, bucket) in [(64, "64_tiny"), (96, "128_tiny"), (128, "128_tiny")] {
             let spec = BatchSpec {
@@ -123,9 +115,7 @@ fn short_sequences_take_tiny_tiles() {
             };
             AttentionCase::flash(&spec.batch(), &MemoryLayout::contiguous())
                 .invocation()
-                .run_on_gpu(&gpu, BufferPadding::Redzones, 0)
-                .unwrap();
-            assert_logged(log, &format!("hopper_prefill_{name}_{bucket}_contiguous_none with"));
+                .assert_logs(&gpu, &[&format!("hopper_prefill_{name}_{bucket}_contiguous_none with")]);
         }
     }
 }
@@ -153,7 +143,6 @@ fn boxes_end_with_the_columns_of_a_head() {
 #[test]
 fn the_fused_kernel_is_chosen() {
     let Some(gpu) = Gpu::with_tuned_kernels_or_skip() else { return };
-    let log = log();
     for (dtype, name) in [(BF16, "bf16"), (F16, "f16")] {
         let lengths = vec![(900, 1000), (1, 3000), (1, 200)];
         let spec = BatchSpec {
@@ -167,8 +156,6 @@ fn the_fused_kernel_is_chosen() {
         let memory_layout = MemoryLayout { workspace: Some(9_000_001), ..MemoryLayout::default() };
         AttentionCase::paged(&spec.batch(), &memory_layout)
             .invocation()
-            .run_on_gpu(&gpu, BufferPadding::Redzones, 0)
-            .unwrap();
-        assert_logged(log, &format!("hopper_fused_{name}_128 with"));
+            .assert_logs(&gpu, &[&format!("hopper_fused_{name}_128 with")]);
     }
 }
