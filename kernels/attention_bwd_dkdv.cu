@@ -43,6 +43,7 @@ class KeyGradients {
   /// Whether few keys have code of their own. Beside it ptxas spills in the loop for the others where that loads an
   /// aligned bias of 128 columns.
   static constexpr bool kComputesFewKeys = Shape::kShiftsBias || (Shape::kHasAlignedBias && Shape::kHeadDim == 64);
+  using Place = typename Shape::Place;
   using Scores = float[kTiles][kBlocks][4];
   using BiasStage = std::conditional_t<Shape::kShiftsBias, ShiftedBiasStage<Shape, T>, AlignedBiasStage<Shape, T>>;
 
@@ -132,6 +133,14 @@ class KeyGradients {
     return thread / 32 % Shape::kColumnWarps;
   }
 
+  /// The row of a streamed block whose statistics this thread loads, if `has_stats_row`. With places the last warps
+  /// have these rows, because the first ones find the places.
+  static __device__ __forceinline__ int32_t stats_row() {
+    return ptx::thread() - (Shape::kHasPlaces ? Shape::kThreads - Shape::kBlock : 0);
+  }
+  static __device__ __forceinline__ bool has_stats_row(int32_t row) {
+    return Shape::kHasPlaces ? row >= 0 : row < Shape::kBlock;
+  }
   __device__ __forceinline__ QueryRowStats* row_stats(int stage) const {
     return reinterpret_cast<QueryRowStats*>(shared_ + Shape::kQueryRowsOffset) + stage * Shape::kBlock;
   }
@@ -158,13 +167,17 @@ class KeyGradients {
     return bias_row_index(all_params_.bias, segment_.tile.sequence, head, query);
   }
   /// The places of the query rows of the block that begins at packed row `first`.
-  __device__ __forceinline__ QueryRowPlace* row_places(int32_t first) const {
+  __device__ __forceinline__ Place* row_places(int32_t first) const {
     const int32_t index = (first - segment_.columns.begin) / Shape::kBlock;
-    return reinterpret_cast<QueryRowPlace*>(shared_ + Shape::kPlacesOffset) + index % 2 * Shape::kBlock;
+    return reinterpret_cast<Place*>(shared_ + Shape::kPlacesOffset) + index % 2 * Shape::kBlock;
   }
   /// The elements at which the query rows of a stage begin in dS; kNoBias for those that have none.
   __device__ __forceinline__ int64_t* ds_rows(int stage) const {
     return reinterpret_cast<int64_t*>(shared_ + Shape::kDsRowsOffset) + stage * Shape::kBlock;
+  }
+  /// The bytes at which the query rows of a stage begin in the stage of the bias.
+  __device__ __forceinline__ uint32_t* bias_begins(int stage) const {
+    return reinterpret_cast<uint32_t*>(shared_ + Shape::kBiasBeginsOffset) + stage * Shape::kBlock;
   }
   /// The address of a row in a gradient `[Tk, Hkv, dim]`. Unsigned numbers are widened to 64 bits without a register
   /// for the sign.
@@ -177,24 +190,31 @@ class KeyGradients {
     return base_ + Shape::kStreamOffset + 2 * stage * Shape::kBlockBytes;
   }
 
+  /// The block of packed query rows from row `first` of the sequence on.
+  __device__ __forceinline__ QueryBlock query_block(int32_t first) const {
+    const int32_t first_token = segment_.tile.first_token, kv_head = segment_.kv_head;
+    if constexpr (Shape::kHasPlaces)
+      return QueryBlock::dividing_if_grouped(params_.forward, first_token, first, kv_head);
+    return QueryBlock(params_.forward, first_token, first, kv_head);
+  }
+
   /// Starts the copies of a block of Q and dO and of its row statistics, from packed row `first` of the sequence on.
   __device__ __forceinline__ void fetch(int32_t first, int stage) const {
     const int32_t count = segment_.columns.end - first;
     if (Shape::kHasRanges && count <= 0) return;
-    const auto rows = [&] { return QueryBlock(params_.forward, segment_.tile.first_token, first, segment_.kv_head); };
     const uint32_t to = queries(stage);
     if constexpr (Shape::kHasPlaces) {
-      const QueryRowPlace* const places = row_places(first);
+      const Place* const places = row_places(first);
       fetch_placed_queries<T, Shape, Shape::kBlock>(params_, places, count, to, to + Shape::kBlockBytes);
-      const auto row_of = [&](int32_t row) { return places[row].bias; };
+      const auto place_of = [&](int32_t row) { return places[row].bias; };
       if constexpr (Shape::kShiftsBias) {
-        aligned_bias(stage).fetch(all_params_, segment_.first_key, row_of);
+        aligned_bias(stage).fetch(place_of);
       } else {
-        aligned_bias(stage).fetch(all_params_.bias, segment_.first_key, row_of);
+        aligned_bias(stage).fetch(all_params_.bias, segment_.first_key, place_of);
       }
       find_places(first + Shape::kBlock);
     } else {
-      const QueryBlock block = rows();
+      const QueryBlock block = query_block(first);
       fetch_queries<T, Shape, Shape::kBlock>(params_, block, count, to, to + Shape::kBlockBytes);
       if constexpr (Shape::kStagesBias) {
         staged_bias(stage).fetch([&](int32_t index) {
@@ -202,9 +222,9 @@ class KeyGradients {
         });
       }
     }
-    const int32_t index_in_block = ptx::thread();
-    if (index_in_block < Shape::kBlock && index_in_block < count) {
-      const QueryBlock block = rows();
+    const int32_t index_in_block = stats_row();
+    if (has_stats_row(index_in_block) && index_in_block < count) {
+      const QueryBlock block = query_block(first);
       QueryRowStats& row = row_stats(stage)[index_in_block];
       const int32_t head = block.head(index_in_block);
       const int64_t index = static_cast<int64_t>(head) * params_.forward.num_tokens + block.token(index_in_block);
@@ -225,6 +245,9 @@ class KeyGradients {
         ds_rows(stage)[index_in_block] = score_gradient_row(
             all_params_, segment_.tile.sequence, head, block.rows.query(index_in_block), block.token(index_in_block));
       }
+      if constexpr (Shape::kShiftsBias) {
+        bias_begins(stage)[index_in_block] = BiasStage::begin(index_in_block, row_places(first)[index_in_block].bias);
+      }
       if constexpr (Shape::kHasRanges) {
         const Visibility visibility(params_.forward, segment_.tile);
         row_ranges(stage)[index_in_block] =
@@ -238,8 +261,8 @@ class KeyGradients {
   /// lane: threads that copy a row would otherwise all compute them.
   __device__ __forceinline__ void find_places(int32_t first) const {
     const AttentionParams& forward = params_.forward;
-    const QueryBlock block(forward, segment_.tile.first_token, first, segment_.kv_head);
-    QueryRowPlace* const places = row_places(first);
+    const QueryBlock block = query_block(first);
+    Place* const places = row_places(first);
 #pragma unroll 1
     for (int32_t item = ptx::thread(); item < 3 * Shape::kBlock; item += Shape::kThreads) {
       const int32_t what = item / Shape::kBlock, index = item % Shape::kBlock;
@@ -253,24 +276,41 @@ class KeyGradients {
         places[index].dout =
             static_cast<const T*>(params_.dout) + token * params_.dout_token_stride + head * params_.dout_head_stride;
       } else {
-        places[index].bias = exists ? bias_row(all_params_.bias, bias_row_of(head, query)) : kNoBias;
+        const int64_t row = exists ? bias_row(all_params_.bias, bias_row_of(head, query)) : kNoBias;
+        if constexpr (Shape::kShiftsBias) {
+          places[index].bias = BiasStage::place_of(all_params_, row, segment_.first_key);
+        } else {
+          places[index].bias = row;
+        }
       }
     }
   }
 
-  /// Waits for this thread's copies, shifts its part of the bias and converts the lse of its row; rows past the last
+  /// Whether the sequence has keys in the block that the bias has not.
+  __device__ __forceinline__ bool has_keys_past_bias() const {
+    if constexpr (Shape::kShiftsBias) {
+      const int32_t keys = all_params_.bias.keys;
+      return segment_.tile.len_k > keys && segment_.first_key + Shape::kHeld > keys;
+    } else {
+      return false;
+    }
+  }
+  /// Waits for this thread's copies, completes its part of the bias and converts the lse of its row; rows past the last
   /// one get probabilities of 0.
   __device__ __forceinline__ void wait_for(int32_t first, int stage) const {
+    const bool clears = has_keys_past_bias();
     ptx::cp_async_wait<0>();
     if constexpr (Shape::kShiftsBias) {
-      const QueryRowPlace* const places = row_places(first);
-      aligned_bias(stage).settle(all_params_.bias, segment_.first_key, segment_.tile.len_k,
-                                 [&](int32_t row) { return places[row].bias; });
+      if (clears) {
+        const Place* const places = row_places(first);
+        aligned_bias(stage).clear_from(all_params_.bias.keys - segment_.first_key,
+                                       [&](int32_t row) { return places[row].bias; });
+      }
     } else if constexpr (Shape::kHasAlignedBias) {
       aligned_bias(stage).settle(segment_.first_key);
     }
-    const int32_t index_in_block = ptx::thread();
-    if (index_in_block >= Shape::kBlock) return;
+    const int32_t index_in_block = stats_row();
+    if (!has_stats_row(index_in_block)) return;
     QueryRowStats& row = row_stats(stage)[index_in_block];
     if (index_in_block < segment_.columns.end - first) {
       row.negative_lse = negative_lse(row.negative_lse);
@@ -279,6 +319,7 @@ class KeyGradients {
       if constexpr (Shape::kHasRanges) row_ranges(stage)[index_in_block] = {0, 0};
       if constexpr (Shape::kBiasRows > 0) bias_rows(stage)[index_in_block] = kNoBiasRow;
       if constexpr (Shape::kHasPlaces) ds_rows(stage)[index_in_block] = kNoBias;
+      if constexpr (Shape::kShiftsBias) bias_begins(stage)[index_in_block] = BiasStage::begin(index_in_block, {});
     }
   }
 
@@ -332,7 +373,11 @@ class KeyGradients {
     const QueryRowStats* const stats = row_stats(stage) + own_chunk;
     if constexpr (Shape::kHasAlignedBias) {
       multiply_rows<T, Rows, kSteps>(ds, values, douts);
-      aligned_bias(stage).start(p, params_.forward, own_chunk, warp_row);
+      if constexpr (Shape::kShiftsBias) {
+        aligned_bias(stage).start(p, params_.forward, bias_begins(stage) + own_chunk, warp_row);
+      } else {
+        aligned_bias(stage).start(p, params_.forward, own_chunk, warp_row);
+      }
       multiply_rows<T, Rows, kSteps, true>(p, keys, rows);
       p_and_ds<T, true, LogitsTransform>(p, ds, params_.forward, stats, key);
     } else if constexpr (Shape::kStagesBias) {
@@ -390,11 +435,12 @@ class KeyGradients {
                             warp_row * Shape::kExchangePitch + own_chunk * sizeof(T);
       store_score_gradients<Shape::kExchangePitch, false, T>(all_params_.ds, ptx::shared_address(from), column, rows);
     } else {
-      // In place of the bias of these pairs, which the warp has read.
+      // In place of the bias of these pairs, which the warp has read, if it is the warp's alone.
       static_assert(Shape::kChunk == Shape::kWarpRows);
-      constexpr int kPitch = Shape::template kStagedPitch<T>;
-      uint8_t* const staged =
-          shared_ + Shape::kBiasOffset + stage * BiasStage::kBytes + own_chunk * kPitch + warp_row * sizeof(T);
+      constexpr int kPitch = Shape::kShiftsBias ? Shape::kStagedDsPitch : Shape::template kStagedPitch<T>;
+      uint8_t* const staged = Shape::kShiftsBias ? shared_ + Shape::kStagedDsOffset + warp_row * kPitch
+                                                 : shared_ + Shape::kBiasOffset + stage * BiasStage::kBytes +
+                                                       own_chunk * kPitch + warp_row * sizeof(T);
       __syncwarp();
       stage_score_gradients<T, kPitch>(staged, ds);
       __syncwarp();

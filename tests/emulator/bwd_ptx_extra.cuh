@@ -9,6 +9,11 @@ template <typename T>
 inline T* opaque(T* x) {
   return x;
 }
+inline uint16_t load_shared_2(uint32_t address) {
+  uint16_t x;
+  std::memcpy(&x, ::shared + address, 2);
+  return x;
+}
 inline void cp_async_4(uint32_t destination, const void* source) { emulator::cp_async(destination, source, 4, true); }
 inline uint4 load_global_16_of_256(const void* from) { return *static_cast<const uint4*>(from); }
 inline void store_global_8(float* to, float2 x) { *reinterpret_cast<float2*>(to) = x; }

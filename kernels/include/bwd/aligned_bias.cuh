@@ -101,11 +101,15 @@ class AlignedBiasStage {
     const T* const data = static_cast<const T*>(source.data);
     if (shift == 0) {
       const bool inside = has(key);
+      // All rows first: the copies wait for them once then.
+      constexpr int kCopies = Shape::kStagedRows / kStep;
+      int64_t rows[kCopies];
 #pragma unroll
-      for (int32_t i = 0; i < Shape::kStagedRows; i += kStep) {
-        const int64_t row = row_of(first + i);
-        const bool exists = inside && row != kNoBias;
-        ptx::cp_async_16(to + i * kPitch, data + (exists ? row + key : 0), exists);
+      for (int i = 0; i < kCopies; ++i) rows[i] = row_of(first + i * kStep);
+#pragma unroll
+      for (int i = 0; i < kCopies; ++i) {
+        const bool exists = inside && rows[i] != kNoBias;
+        ptx::cp_async_16(to + i * kStep * kPitch, data + (exists ? rows[i] + key : 0), exists);
       }
       return;
     }

@@ -19,6 +19,12 @@ __device__ __forceinline__ T* opaque(T* x) {
   return x;
 }
 
+__device__ __forceinline__ uint16_t load_shared_2(uint32_t address) {
+  uint16_t x;
+  asm volatile("ld.shared.u16 %0, [%1];" : "=h"(x) : "r"(address) : "memory");
+  return x;
+}
+
 /// Copies 4 bytes from global to shared memory.
 __device__ __forceinline__ void cp_async_4(uint32_t destination, const void* source) {
   asm volatile("cp.async.ca.shared.global [%0], [%1], 4;" ::"r"(destination), "l"(source) : "memory");

@@ -61,23 +61,35 @@ __device__ __forceinline__ void store_score_gradients(const ScoreGradients& ds, 
   // Lane t of four gets keys 8t to 8t + 7 of a query row: 2m and 2m + 1 of those 8 from matrix m.
   const int32_t lane = ptx::thread() % 32, row = lane % 8, key = row / 2 * 8 + lane / 8 * 2 + row % 2;
   const int32_t first = column + lane % 4 * 8;
-  const bool is_aligned = (column & 7) == 0;
+  const auto exists = [&](int32_t column) { return static_cast<uint32_t>(column) < static_cast<uint32_t>(ds.pitch); };
   T* const data = static_cast<T*>(ds.data);
-#pragma unroll
-  for (int block = 0; block < 4; ++block) {
-    uint32_t pairs[4];
+  const auto load = [&](uint32_t (&pairs)[4], int block) {
     ptx::ldmatrix_x4_trans(pairs, from + key * kPitch + (kIsSwizzled ? block ^ key / 8 : block) * 16);
-    const int64_t element = rows[8 * block + lane / 4];
-    if (element == kNoBias) continue;
-    if (is_aligned) {
-      const bool exists = static_cast<uint32_t>(first) < static_cast<uint32_t>(ds.pitch);
-      if (exists)
-        *reinterpret_cast<uint4*>(data + element + first) = make_uint4(pairs[0], pairs[1], pairs[2], pairs[3]);
-    } else {
+  };
+  if (column % 8 == 0) {
+    // All rows first: the stores wait for them once then.
+    int64_t elements[4];
+#pragma unroll
+    for (int block = 0; block < 4; ++block) elements[block] = rows[8 * block + lane / 4];
+    const bool inside = exists(first);
+#pragma unroll
+    for (int block = 0; block < 4; ++block) {
+      uint32_t pairs[4];
+      load(pairs, block);
+      if (!inside || elements[block] == kNoBias) continue;
+      *reinterpret_cast<uint4*>(data + elements[block] + first) = make_uint4(pairs[0], pairs[1], pairs[2], pairs[3]);
+    }
+  } else {
+#pragma unroll 1
+    for (int block = 0; block < 4; ++block) {
+      uint32_t pairs[4];
+      load(pairs, block);
+      const int64_t element = rows[8 * block + lane / 4];
+      if (element == kNoBias) continue;
 #pragma unroll
       for (int i = 0; i < 8; ++i) {
         const auto bits = static_cast<uint16_t>(pairs[i / 2] >> i % 2 * 16);
-        if (static_cast<uint32_t>(first + i) < static_cast<uint32_t>(ds.pitch)) data[element + first + i] = T{bits};
+        if (exists(first + i)) data[element + first + i] = T{bits};
       }
     }
   }

@@ -32,11 +32,12 @@ struct QueryRowStats {
 };
 constexpr int32_t kNoPosition = INT32_MIN;
 
-/// Where a query row begins: its addresses in Q and dO, and its element in the bias, kNoBias if it has none.
+/// Where a query row begins: its addresses in Q and dO, and in the bias.
+template <typename BiasPlace>
 struct QueryRowPlace {
   const void* q;
   const void* dout;
-  int64_t bias;
+  BiasPlace bias;
 };
 
 /// Columns [begin, end) of the score matrix of a segment. Columns are the streamed rows: keys of the sequence (dQ), or

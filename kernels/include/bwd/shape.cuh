@@ -11,8 +11,8 @@
 //     rows held (2 operands) | kStages blocks of streamed rows (2 operands) | exchanged P, dS | QueryRowStats |
 //     dK/dV: ColumnRange of each key; with bounds of keys (shape_key_ranges), RowRange of each query row |
 //     with a bias (shape_bias): the index of each query row in it, or kHasPlaces: QueryRowPlace of each query row of
-//     two blocks, and the element of each query row in dS | SequenceSegment |
-//     kStagesBias: the bias of each block (staged_bias.cuh)
+//     two blocks, and the element of each query row in dS; kShiftsBias: where the bias of each query row begins |
+//     SequenceSegment | kStagesBias: the bias of each block (staged_bias.cuh) | kShiftsBias: dS of each warp
 #pragma once
 
 #include <cstdint>
@@ -20,6 +20,7 @@
 
 #include "bwd/key_order.cuh"
 #include "bwd/sequence_segment.cuh"
+#include "bwd/shifted_bias_place.cuh"
 #include "element.cuh"
 #include "shared_rows.cuh"
 #include "tiles/attention_bwd.cuh"
@@ -86,12 +87,17 @@ struct BackwardShape : tiles::AttentionBwd<Gradient, Shape, sizeof(T), kHeadDim_
   /// Whether there is a QueryRowPlace for each row of two blocks.
   static constexpr bool kHasPlaces = kHoldsKeys && kHasAlignedBias;
   static constexpr int kPlacesOffset =
-      (kBiasRowsOffset + kBiasRows * static_cast<int>(sizeof(BiasRowIndex)) + 7) / 8 * 8;
+      (kBiasRowsOffset + kBiasRows * static_cast<int>(sizeof(BiasRowIndex)) + 15) / 16 * 16;
   static constexpr int kPlaces = kHasPlaces ? 2 * Config::kBlock : 0;
+  /// Its place in the bias: the first chunk of the held keys, or the first element, kNoBias if it has none.
+  using Place = QueryRowPlace<std::conditional_t<kShiftsBias, ShiftedBiasPlace, int64_t>>;
   /// The elements at which the query rows of each stage begin in dS.
-  static constexpr int kDsRowsOffset = kPlacesOffset + kPlaces * static_cast<int>(sizeof(QueryRowPlace));
+  static constexpr int kDsRowsOffset = kPlacesOffset + kPlaces * static_cast<int>(sizeof(Place));
   static constexpr int kDsRows = kHasPlaces ? kQueryRows : 0;
-  static constexpr int kSegmentOffset = kDsRowsOffset + kDsRows * static_cast<int>(sizeof(int64_t));
+  /// The bytes at which the query rows of each stage begin in the stage of the bias.
+  static constexpr int kBiasBeginsOffset = kDsRowsOffset + kDsRows * static_cast<int>(sizeof(int64_t));
+  static constexpr int kBiasBegins = kShiftsBias ? kQueryRows : 0;
+  static constexpr int kSegmentOffset = kBiasBeginsOffset + kBiasBegins * static_cast<int>(sizeof(uint32_t));
 
   /// The query rows and keys of a stage of the bias, and the bytes of a row of elements E.
   static constexpr int kStagedRows = kHoldsKeys ? Config::kBlock : kHeld;
@@ -101,8 +107,13 @@ struct BackwardShape : tiles::AttentionBwd<Gradient, Shape, sizeof(T), kHeadDim_
   /// Where the stages begin, and their bytes for elements of T; wider ones take more.
   static constexpr int kBiasOffset = (kSegmentOffset + static_cast<int>(sizeof(SequenceSegment)) + 15) / 16 * 16;
   static constexpr int kBiasBytes = Config::kStagesBias ? Config::kStages * kStagedRows * kStagedPitch<T> : 0;
+  /// dS of a warp on its way to global memory, where its bias in shared memory is not its own: shifted rows of it lie
+  /// partly in the columns of the next warp.
+  static constexpr int kStagedDsOffset = kBiasOffset + kBiasBytes;
+  static constexpr int kStagedDsPitch = Config::kChunk * static_cast<int>(sizeof(T)) + 16;
+  static constexpr int kStagedDsBytes = kShiftsBias && !kExchanges ? kHeld * kStagedDsPitch : 0;
   static constexpr int kNeededBytes =
-      kBiasBytes > 0 ? kBiasOffset + kBiasBytes : kSegmentOffset + static_cast<int>(sizeof(SequenceSegment));
+      kBiasBytes > 0 ? kStagedDsOffset + kStagedDsBytes : kSegmentOffset + static_cast<int>(sizeof(SequenceSegment));
 
   static_assert(Config::kBlock % Config::kChunk == 0 && Config::kChunk % 16 == 0);
   static_assert(!kHasAlignedBias || (Config::kChunk == 32 && Config::kRowTiles == 2 && sizeof(T) == 2));

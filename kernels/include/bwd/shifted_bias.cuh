@@ -1,12 +1,13 @@
-// The bias in dK and dV where its rows do not begin with chunks of 16 bytes. It is staged as that of other rows, but of
-// each row the chunks are copied in which its part lies, one more than that has, and shifted when they are there.
+// The bias in dK and dV where its rows do not begin with chunks of 16 bytes. Of each row the chunks are staged in which
+// its part lies, one more than that has. A lane reads single elements, from where the row begins in its first chunk.
 #pragma once
 
 #include <cstdint>
 
 #include "bwd/aligned_bias.cuh"
 #include "bwd/ptx_extra.cuh"
-#include "chunk_window.cuh"
+#include "bwd/shifted_bias_place.cuh"
+#include "element.cuh"
 #include "params/bias.cuh"
 #include "ptx.cuh"
 #include "score_bias.cuh"
@@ -14,84 +15,132 @@
 namespace xa {
 
 template <typename Shape, typename T>
-class ShiftedBiasStage : public AlignedBiasStage<Shape, T> {
-  using Base = AlignedBiasStage<Shape, T>;
-  using Base::kChunks, Base::kElements, Base::kPitch, Base::memory_;
+class ShiftedBiasStage {
+  static constexpr int kElements = 16 / static_cast<int>(sizeof(T)), kChunks = Shape::kStagedKeys / kElements;
+  static constexpr int kPitch = Shape::template kStagedPitch<T>;
+  static_assert(kPitch >= (kChunks + 1) * 16 && kChunks < 32);
 
  public:
-  using Base::Base;
+  static constexpr int kBytes = Shape::kStagedRows * kPitch;
 
-  /// Starts to copy the bias of the keys from `first_key` on, any number, of the rows whose first elements are
-  /// `row_of(row)`; zeros for kNoBias. All threads of the CTA call it.
-  template <typename RowOf>
-  __device__ __forceinline__ void fetch(const BiasBackwardParams& params, int32_t first_key,
-                                        const RowOf& row_of) const {
+  __device__ __forceinline__ ShiftedBiasStage(uint8_t* memory) : memory_(ptx::shared_address(memory)) {}
+
+  /// The place of the row from element `row` on, kNoBias if there is none, and the keys from `first_key` on, any
+  /// number.
+  static __device__ __forceinline__ ShiftedBiasPlace place_of(const BiasBackwardParams& params, int64_t row,
+                                                              int32_t first_key) {
     const BiasSource& source = params.bias;
-    const T* const data = static_cast<const T*>(source.data);
+    ShiftedBiasPlace place = {source.data, 0, 0, 0, 0};
+    if (row == kNoBias) return place;
     const uint32_t rows = params.seqs * params.heads * source.rows;
     const auto end = static_cast<int64_t>(static_cast<uint64_t>(rows) * static_cast<uint32_t>(source.keys));
-    const auto copy = [&](int32_t row, int32_t chunk) {
-      const int64_t first = row_of(row);
-      // The chunk's first key, and whether some key of it has a bias.
-      const int32_t key = first_key - shift_of(first, first_key) + chunk * kElements;
-      const bool exists = first != kNoBias && key < source.keys && key + kElements > 0;
-      const uint32_t to = memory_ + row * kPitch + chunk * 16;
-      if (exists && key + kElements > source.keys && first + key + kElements > end) {
-        copy_elements(to, data + first + key, static_cast<int32_t>(end - first - key));
-      } else {
-        ptx::cp_async_16(to, data + (exists ? first + key : 0), exists);
+    const int64_t first = row + first_key, chunk = first & -kElements;
+    place.chunks = static_cast<const T*>(source.data) + chunk;
+    place.shift = static_cast<uint16_t>(first - chunk);
+    // Keys before the first one may lie before the bias.
+    const auto before = static_cast<int32_t>(chunk < 0 ? min(-chunk / kElements, int64_t{kChunks + 1}) : 0);
+    const auto left = static_cast<int32_t>(min(max(end - chunk, int64_t{0}), int64_t{(kChunks + 1) * kElements}));
+    place.partial = left / kElements;
+    place.rest = left % kElements;
+    place.exist = (1u << place.partial) - (1u << before);
+    return place;
+  }
+  /// The bytes from the stage's begin to the first key of a row.
+  static __device__ __forceinline__ uint32_t begin(int32_t row, const ShiftedBiasPlace& place) {
+    return row * kPitch + place.shift * sizeof(T);
+  }
+
+  /// Starts to copy the bias of the rows whose places are `place_of(row)`. All threads of the CTA call it.
+  template <typename PlaceOf>
+  __device__ __forceinline__ void fetch(const PlaceOf& place_of) const {
+    const OwnChunks own;
+    // All places first: the copies wait for them once then.
+    ShiftedBiasPlace places[kCopies];
+#pragma unroll
+    for (int i = 0; i < kCopies; ++i) places[i] = place_of(own.row(i));
+    uint32_t rests = 0;
+#pragma unroll
+    for (int i = 0; i < kCopies; ++i) {
+      if (!own.has(i)) break;
+      const int32_t chunk = own.chunk(i);
+      const bool exists = (places[i].exist & 1u << chunk) != 0;
+      ptx::cp_async_16(address(own.row(i), chunk), static_cast<const uint4*>(places[i].chunks) + chunk, exists);
+      rests |= places[i].rest;
+    }
+    // Few rows are at the end of the bias.
+    if (__builtin_expect(rests != 0, false)) copy_rests(place_of);
+  }
+  /// Sets the bias of the block's keys from `key` on to 0, when this thread's copies are complete.
+  template <typename PlaceOf>
+  __device__ __forceinline__ void clear_from(int32_t key, const PlaceOf& place_of) const {
+    const OwnChunks own;
+#pragma unroll 1
+    for (int i = 0; i < kCopies && own.has(i); ++i) {
+      const int32_t row = own.row(i), chunk = own.chunk(i);
+#pragma unroll 1
+      for (int32_t j = max(key + place_of(row).shift - chunk * kElements, 0); j < kElements; ++j) {
+        ptx::store_shared_2(address(row, chunk) + j * sizeof(T), 0);
       }
-    };
-    const int32_t thread = ptx::thread();
-#pragma unroll 2
-    for (int32_t i = 0; i < Shape::kStagedRows; i += kStep) copy(i + thread / kChunks, thread % kChunks);
-    // The last chunks of the warp's rows.
-    constexpr int kWarpRows = 32 / kChunks;
-    const int32_t lane = thread % 32;
-    if (lane < Shape::kStagedRows / kStep * kWarpRows) {
-      copy(lane / kWarpRows * kStep + thread / 32 * kWarpRows + lane % kWarpRows, kChunks);
     }
   }
-  /// Shifts what `fetch` has copied, when this thread's copies are complete, and sets the bias of keys past the last
-  /// one to 0 if the sequence, of `len_k` keys, has such. All threads of the CTA call it; a warp has whole rows.
-  template <typename RowOf>
-  __device__ __forceinline__ void settle(const BiasSource& source, int32_t first_key, int32_t len_k,
-                                         const RowOf& row_of) const {
-    const int32_t thread = ptx::thread(), first = thread / kChunks, chunk = thread % kChunks;
-    const uint32_t from = memory_ + first * kPitch + chunk * 16;
-    // Elements of this thread's chunks past the last key are those of other rows.
-    const int32_t keys = len_k > source.keys ? source.keys - first_key - chunk * kElements : kElements;
-    __syncwarp();
-#pragma unroll 2
-    for (int32_t i = 0; i < Shape::kStagedRows; i += kStep) {
-      const int32_t shift = shift_of(row_of(first + i), first_key);
-      const uint4 one = ptx::load_shared_16(from + i * kPitch), next = ptx::load_shared_16(from + i * kPitch + 16);
-      __syncwarp();
-      ptx::store_shared_16(from + i * kPitch, ChunkWindow{one, next}.from(shift));
-      if (keys < kElements) clear_elements_from(from + i * kPitch, max(keys, 0));
+  /// As AlignedBias::start, of the query rows that begin at `begins` and the keys from `column` on.
+  template <int kBlocks>
+  __device__ __forceinline__ void start(float (&scores)[2][kBlocks][4], const AttentionParams& params,
+                                        const uint32_t* begins, int32_t column) const {
+    const float factor = bias_factor(params);
+    const int32_t lane = ptx::thread() % 32, g = lane / 4, t = lane % 4;
+    const uint32_t from = memory_ + (column + g) * sizeof(T);
+#pragma unroll
+    for (int block = 0; block < kBlocks; ++block) {
+      const uint2 pair = reinterpret_cast<const uint2*>(begins)[4 * block + t];
+#pragma unroll
+      for (int i = 0; i < 8; ++i) {
+        const uint32_t row = from + (i % 2 == 0 ? pair.x : pair.y);
+        const T element = {ptx::load_shared_2(row + i / 2 * 8 * sizeof(T))};
+        scores[i / 4][block][i % 4] = Element<T>::to_f32(element) * factor;
+      }
     }
   }
 
  private:
-  /// The rows that all threads copy a chunk of at a time; a warp has whole ones.
-  static constexpr int kStep = Shape::kThreads / kChunks;
-  static_assert(Shape::kThreads % kChunks == 0 && Shape::kStagedRows % kStep == 0 && 32 % kChunks == 0);
+  __device__ __forceinline__ uint32_t address(int32_t row, int32_t chunk) const {
+    return memory_ + row * kPitch + chunk * 16;
+  }
+  /// The rows that all threads copy a chunk of at a time, except the last one, which few lanes copy.
+  static constexpr int kStep = Shape::kThreads / kChunks, kLanes = 32 * Shape::kStagedRows / Shape::kThreads;
+  static constexpr int kCopies = Shape::kStagedRows / kStep + 1;
+  static_assert(Shape::kThreads % kChunks == 0 && Shape::kStagedRows % kStep == 0 && kLanes <= 32);
+  /// Row and chunk of copy `i` of this thread, if it has such a copy.
+  struct OwnChunks {
+    const int32_t thread = ptx::thread();
 
-  /// Which of its chunk's elements that of key `first_key` is, in the row whose first element is `row`.
-  static __device__ __forceinline__ int32_t shift_of(int64_t row, int32_t first_key) {
-    return (static_cast<int32_t>(row) + first_key) & (kElements - 1);
-  }
-  /// Copies `count` elements to a chunk in shared memory.
-  static __device__ __forceinline__ void copy_elements(uint32_t to, const T* from, int32_t count) {
-    const auto* const elements = reinterpret_cast<const uint16_t*>(from);
+    __device__ __forceinline__ bool has(int i) const { return i < kCopies - 1 || thread % 32 < kLanes; }
+    __device__ __forceinline__ int32_t row(int i) const {
+      return i < kCopies - 1 ? i * kStep + thread / kChunks : thread / 32 * kLanes + thread % kLanes;
+    }
+    __device__ __forceinline__ int32_t chunk(int i) const { return i < kCopies - 1 ? thread % kChunks : kChunks; }
+  };
+
+  /// Copies the elements of chunks that lie in the bias in part, which have become zeros.
+  template <typename PlaceOf>
+  __device__ __forceinline__ void copy_rests(const PlaceOf& place_of) const {
+    ptx::cp_async_commit();
+    ptx::cp_async_wait<0>();
+    const OwnChunks own;
 #pragma unroll 1
-    for (int32_t i = 0; i < count; ++i) ptx::store_shared_2(to + i * 2, __ldg(elements + i));
-  }
-  /// Sets elements `first` and after of a chunk in shared memory to 0.
-  static __device__ __forceinline__ void clear_elements_from(uint32_t chunk, int32_t first) {
+    for (int i = 0; i < kCopies && own.has(i); ++i) {
+      const int32_t row = own.row(i), chunk = own.chunk(i);
+      const ShiftedBiasPlace place = place_of(row);
+      if (chunk != place.partial) continue;
+      const auto* const elements = reinterpret_cast<const uint16_t*>(static_cast<const uint4*>(place.chunks) + chunk);
 #pragma unroll 1
-    for (int32_t i = first; i < kElements; ++i) ptx::store_shared_2(chunk + i * 2, 0);
+      for (int32_t j = 0; j < place.rest; ++j) {
+        ptx::store_shared_2(address(row, chunk) + j * sizeof(T), __ldg(elements + j));
+      }
+    }
   }
+
+  const uint32_t memory_;
 };
 
 }  // namespace xa
