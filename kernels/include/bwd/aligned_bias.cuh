@@ -1,6 +1,5 @@
-// The bias in the gradients where its rows begin with chunks of 16 bytes; in dK and dV, where dS is stored, in any
-// rows. It has the type of the operands, and no soft cap or ALiBi comes before it, so the main loop has no branches
-// between its products.
+// The bias in the gradients where its rows begin with chunks of 16 bytes. It has the type of the operands, and no soft
+// cap or ALiBi comes before it, so the main loop has no branches between its products.
 //
 // In dQ the columns of a lane are the keys of a chunk (KeysOfLanes), so it loads whole chunks, which need no shared
 // memory. In dK and dV the bias is staged with the block's other operands.
@@ -77,7 +76,6 @@ class AlignedBias {
 /// dK and dV: the bias of a block's query rows and of the keys that the CTA holds, in shared memory at `memory`.
 template <typename Shape, typename T>
 class AlignedBiasStage {
- protected:
   static constexpr int kElements = 16 / static_cast<int>(sizeof(T)), kChunks = Shape::kStagedKeys / kElements;
   static constexpr int kPitch = Shape::template kStagedPitch<T>;
 
@@ -163,7 +161,7 @@ class AlignedBiasStage {
     }
   }
 
- protected:
+ private:
   const uint32_t memory_;
 };
 

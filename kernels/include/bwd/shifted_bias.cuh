@@ -4,7 +4,7 @@
 
 #include <cstdint>
 
-#include "bwd/aligned_bias.cuh"
+#include "bwd/bias_rows.cuh"
 #include "bwd/ptx_extra.cuh"
 #include "bwd/shifted_bias_place.cuh"
 #include "element.cuh"
