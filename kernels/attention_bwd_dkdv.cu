@@ -260,7 +260,6 @@ class KeyGradients {
   /// Stores the places of the query rows of the block from packed row `first` on, each warp one of three for a row per
   /// lane: threads that copy a row would otherwise all compute them.
   __device__ __forceinline__ void find_places(int32_t first) const {
-    const AttentionParams& forward = params_.forward;
     const QueryBlock block = query_block(first);
     Place* const places = row_places(first);
 #pragma unroll 1
@@ -270,11 +269,9 @@ class KeyGradients {
       const int32_t row = exists ? index : 0, query = block.rows.query(row), head = block.head(row);
       const int64_t token = block.first_token + query;
       if (what == 0) {
-        places[index].q =
-            static_cast<const T*>(forward.q) + token * forward.q_token_stride + head * forward.q_head_stride;
+        places[index].q = q_row_of<T>(params_, token, head);
       } else if (what == 1) {
-        places[index].dout =
-            static_cast<const T*>(params_.dout) + token * params_.dout_token_stride + head * params_.dout_head_stride;
+        places[index].dout = dout_row_of<T>(params_, token, head);
       } else {
         const int64_t row = exists ? bias_row(all_params_.bias, bias_row_of(head, query)) : kNoBias;
         if constexpr (Shape::kShiftsBias) {
@@ -428,7 +425,7 @@ class KeyGradients {
   __device__ __forceinline__ void store_ds(const Scores& ds, int32_t own_chunk, int stage) const {
     const int32_t warp_row = row_warp() * Shape::kWarpRows;
     const int64_t* const rows = ds_rows(stage) + own_chunk;
-    const int32_t column = segment_.first_key + warp_row + column_of_key_0(all_params_, segment_.tile.start_k);
+    const int32_t column = first_column(all_params_, segment_) + warp_row;
     if constexpr (Shape::kExchanges) {
       // Where the warps that share the keys have it too.
       uint8_t* const from = shared_ + Shape::kExchangeOffset + Shape::kExchangeMatrix +

@@ -215,6 +215,14 @@ pub struct Score {
     pub bias: Option<Bias>,
 }
 
+impl Score {
+    /// Whether the window hides keys from some queries, as a causal mask does.
+    #[must_use]
+    pub fn is_masked(&self) -> bool {
+        self.window_left >= 0 || self.window_right >= 0
+    }
+}
+
 /// `ALiBi` slopes.
 #[derive(Clone, Copy, Debug)]
 pub struct Alibi {

@@ -20,11 +20,6 @@
 
 namespace xa {
 
-/// The column of row 0 of the block in dS.
-__device__ __forceinline__ int32_t first_column(const BiasBackwardParams& params, const SequenceSegment& segment) {
-  return segment.first_key + column_of_key_0(params, segment.tile.start_k);
-}
-
 /// Whether the segment's block has few keys, which begin with a chunk of their rows of dS: that is stored whole.
 __device__ __forceinline__ bool has_few_keys(const BiasBackwardParams& params, const SequenceSegment& segment) {
   return block_rows() <= kFewRows && first_column(params, segment) % 8 == 0;
@@ -133,9 +128,8 @@ class FewKeyGradients {
     const int64_t token = block.token(0), index = static_cast<int64_t>(head) * forward.num_tokens + token;
     found.ds = score_gradient_row(all_params_, sequence, head, query, static_cast<int32_t>(token));
     if (!attends) return found;
-    found.q = static_cast<const T*>(forward.q) + token * forward.q_token_stride + head * forward.q_head_stride;
-    found.dout =
-        static_cast<const T*>(params_.dout) + token * params_.dout_token_stride + head * params_.dout_head_stride;
+    found.q = q_row_of<T>(params_, token, head);
+    found.dout = dout_row_of<T>(params_, token, head);
     const BiasSource& bias = all_params_.bias;
     const int64_t bias_of_row = bias_row(bias, bias_row_index(bias, sequence, head, query));
     found.bias = bias_at<T>(bias, bias_of_row, key);

@@ -63,6 +63,18 @@ struct QueryBlock {
   __device__ __forceinline__ int32_t head(int32_t row) const { return head_base + rows.head(row); }
 };
 
+/// The row of a token and query head in q.
+template <typename T>
+__device__ __forceinline__ const T* q_row_of(const BackwardParams& params, int64_t token, int64_t head) {
+  const AttentionParams& forward = params.forward;
+  return static_cast<const T*>(forward.q) + token * forward.q_token_stride + head * forward.q_head_stride;
+}
+/// The same in dO.
+template <typename T>
+__device__ __forceinline__ const T* dout_row_of(const BackwardParams& params, int64_t token, int64_t head) {
+  return static_cast<const T*>(params.dout) + token * params.dout_token_stride + head * params.dout_head_stride;
+}
+
 /// Copies the thread's chunks of a row of `dim` elements to shared memory at `to`; chunks past `dim` become zeros.
 template <typename Grid, typename Rows, typename T>
 __device__ __forceinline__ void fetch_row(uint32_t to, int32_t row, const T* from, int32_t dim) {
@@ -167,8 +179,7 @@ __device__ __forceinline__ float delta_of(const BackwardParams& params, int32_t 
   const AttentionParams& forward = params.forward;
   const T* const out =
       static_cast<const T*>(forward.out) + token * forward.out_token_stride + head * forward.out_head_stride;
-  const T* const dout =
-      static_cast<const T*>(params.dout) + token * params.dout_token_stride + head * params.dout_head_stride;
+  const T* const dout = dout_row_of<T>(params, token, head);
   float sum = 0.0f;
 #pragma unroll 1
   for (int32_t first = threadIdx.x % kLanes * kElements; first < forward.value_dim; first += kLanes * kElements) {

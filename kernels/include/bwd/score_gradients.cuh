@@ -7,6 +7,7 @@
 #include <cstdint>
 
 #include "bwd/row_blocks.cuh"
+#include "bwd/sequence_segment.cuh"
 #include "params/attention.cuh"
 #include "params/bias.cuh"
 #include "ptx.cuh"
@@ -18,6 +19,11 @@ namespace xa {
 /// The column of a sequence's key 0; its first key is row `start_k` of K.
 __device__ __forceinline__ int32_t column_of_key_0(const BiasBackwardParams& params, int32_t start_k) {
   return params.ds.has_token_rows != 0 && key_period() == params.backward.forward.capacity ? start_k & 7 : 0;
+}
+
+/// dK/dV: the column of row 0 of the block.
+__device__ __forceinline__ int32_t first_column(const BiasBackwardParams& params, const SequenceSegment& segment) {
+  return segment.first_key + column_of_key_0(params, segment.tile.start_k);
 }
 
 /// The first element of the row of a query, of row `token` of q; kNoBias if it has none.

@@ -191,7 +191,7 @@ impl SummingKernel {
             |count: &usize| blocks.saturating_mul(tiles.div_ceil(*count)).div_ceil(sms).saturating_mul(2 * count + 1);
         match self {
             Self::General => for_ctas_per_sm(8),
-            Self::Aligned(_) if forward.score.window_left >= 0 || forward.score.window_right >= 0 => for_ctas_per_sm(4),
+            Self::Aligned(_) if forward.score.is_masked() => for_ctas_per_sm(4),
             Self::Aligned(_) => (1..=MAX_TILES_PER_CTA).min_by_key(time).unwrap_or(1),
         }
     }

@@ -43,7 +43,7 @@ impl RowBlocks {
     /// sequence come together, which use the same rows of the bias, but for a block of few rows, if that takes a place that is left.
     pub(super) fn per_turn(self, forward: &Attention, held: usize, places: usize) -> usize {
         const FEW: usize = 3;
-        let is_masked = forward.score.window_left >= 0 || forward.score.window_right >= 0;
+        let is_masked = forward.score.is_masked();
         let all = self.count(held).saturating_mul(forward.num_kv_heads);
         if is_masked && all <= FEW * places {
             1
