@@ -198,6 +198,19 @@ fn biases_with_blocks_of_few_rows_agree_with_the_reference() {
     }
 }
 
+/// The same of keys that the bias has not: the last sequence is longer than that, in rows that begin anywhere and with chunks.
+#[test]
+fn a_bias_without_the_few_keys_of_a_block_agrees_with_the_reference() {
+    for (lengths, start) in [([(20, 129), (20, 129)], 126), ([(20, 136), (20, 122)], 112)] {
+        let bias = Some(BiasForm::OWN);
+        let spec =
+            BatchSpec { dtypes: BF16.into(), heads: (2, 2), lengths: lengths.into(), bias, ..BatchSpec::default() };
+        let mut forward = AttentionCase::flash(&spec.batch(), &portable_workspace(&spec).bare());
+        forward.cu_seqlens_k[1] = start;
+        GradientCase::of(forward, GradientOptions::ALL).compare_with_reference(InvalidMetadata::Clamped);
+    }
+}
+
 /// More sequences than the kernels for the gradient of a shared bias describe at a time.
 #[test]
 fn a_bias_of_many_sequences_agrees_with_the_reference() {

@@ -126,11 +126,13 @@ class FewKeyGradients {
     const QueryBlock block(forward, segment_.tile.first_token, row, segment_.kv_head);
     const int32_t sequence = segment_.tile.sequence, head = block.head(0), query = block.rows.query(0);
     const int64_t token = block.token(0), index = static_cast<int64_t>(head) * forward.num_tokens + token;
-    found.ds = score_gradient_row(all_params_, sequence, head, query, static_cast<int32_t>(token));
+    const BiasSource& bias = all_params_.bias;
+    if (key < bias.keys) {
+      found.ds = score_gradient_row(all_params_, sequence, head, query, static_cast<int32_t>(token));
+    }
     if (!attends) return found;
     found.q = q_row_of<T>(params_, token, head);
     found.dout = dout_row_of<T>(params_, token, head);
-    const BiasSource& bias = all_params_.bias;
     const int64_t bias_of_row = bias_row(bias, bias_row_index(bias, sequence, head, query));
     found.bias = bias_at<T>(bias, bias_of_row, key);
     found.lse = __ldg(forward.lse + index);
