@@ -1,7 +1,6 @@
 // Stores zeros to the gradient of a bias wherever no row attends to the key, before hopper_bwd or attention_bwd_dkdv,
-// which stores the other elements, among blocks of which it stores zeros once more. attention_bwd_dq and
-// attention_bwd_dq_from_ds clear rows that attend to some keys by themselves (dq_clears_dbias), so before them only the
-// other rows are cleared.
+// which stores the other elements, among blocks of which it stores zeros once more. attention_bwd_dq stores all of the
+// rows that attend to some keys (dq_stores_dbias), so before it only the other rows are cleared.
 //
 // Launch: kDbiasThreads threads, a CTA per kDbiasRows rows, sequence and head of the bias.
 
@@ -31,7 +30,7 @@ __device__ __forceinline__ void clear_rows(const BiasBackwardParams& params, con
   if (begin >= end) begin = end = 0;
   const bool has_row = lane < kWarpRows && own_row < rows;
   // A lane knows what to clear of a row, and all of them clear it.
-  const bool is_part = params.dq_clears_dbias == 0 && end - begin < keys;
+  const bool is_part = params.dq_stores_dbias == 0 && end - begin < keys;
   for (uint32_t left = __ballot_sync(~0u, has_row && (begin == end || is_part)); left != 0; left &= left - 1) {
     const int32_t index = __ffs(left) - 1, row = warp_row + index;
     const int32_t row_begin = __shfl_sync(~0u, begin, index), row_end = __shfl_sync(~0u, end, index);

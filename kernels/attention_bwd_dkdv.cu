@@ -43,7 +43,13 @@ class KeyGradients {
   /// Whether few keys have code of their own. Beside it ptxas spills in the loop for the others where that loads an
   /// aligned bias of 128 columns.
   static constexpr bool kComputesFewKeys = Shape::kShiftsBias || (Shape::kHasAlignedBias && Shape::kHeadDim == 64);
+  /// Whether dS of a block is stored during the next one, when a barrier has passed after it.
+  static constexpr bool kStoresLater = Shape::kShiftsBias && !Shape::kExchanges;
+  static_assert(!kStoresLater || Shape::kBlock == Shape::kAtOnce);
   using Place = typename Shape::Place;
+  /// The first element of a row of dS, kNoBias if there is none; kShiftsBias: the chunk that has the block's first key.
+  using DsRow = std::conditional_t<Shape::kShiftsBias, T*, int64_t>;
+  static_assert(sizeof(DsRow) == sizeof(int64_t));
   using Scores = float[kTiles][kBlocks][4];
   using BiasStage = std::conditional_t<Shape::kShiftsBias, ShiftedBiasStage<Shape, T>, AlignedBiasStage<Shape, T>>;
 
@@ -83,7 +89,7 @@ class KeyGradients {
         forward, segment_, [&] { return count(); },
         [&] {
           if constexpr (kComputesFewKeys) {
-            if (has_few_keys(all_params_, segment_)) {
+            if (has_few_keys<Shape>(all_params_, segment_)) {
               return compute_few_keys<Shape, T>(all_params_, segment_, shared_ + Shape::kStreamOffset);
             }
           }
@@ -159,8 +165,13 @@ class KeyGradients {
   __device__ __forceinline__ StagedBias<Shape, T> staged_bias(int stage) const {
     return {all_params_.bias, shared_ + Shape::kBiasOffset, stage, segment_.first_key};
   }
-  __device__ __forceinline__ BiasStage aligned_bias(int stage) const {
-    return {shared_ + Shape::kBiasOffset + stage * BiasStage::kBytes};
+  /// The stage of the bias of the block that begins at packed row `first` and is in stage `stage`.
+  __device__ __forceinline__ int bias_stage(int32_t first, int stage) const {
+    if constexpr (Shape::kBiasStages == Shape::kStages) return stage;
+    return static_cast<uint32_t>(first - segment_.columns.begin) / Shape::kBlock % Shape::kBiasStages;
+  }
+  __device__ __forceinline__ BiasStage aligned_bias(int bias_stage) const {
+    return {shared_ + Shape::kBiasOffset + bias_stage * BiasStage::kBytes};
   }
   /// The index in the bias of a query row of the segment's sequence.
   __device__ __forceinline__ BiasRowIndex bias_row_of(int32_t head, int32_t query) const {
@@ -171,13 +182,13 @@ class KeyGradients {
     const int32_t index = (first - segment_.columns.begin) / Shape::kBlock;
     return reinterpret_cast<Place*>(shared_ + Shape::kPlacesOffset) + index % 2 * Shape::kBlock;
   }
-  /// The elements at which the query rows of a stage begin in dS; kNoBias for those that have none.
-  __device__ __forceinline__ int64_t* ds_rows(int stage) const {
-    return reinterpret_cast<int64_t*>(shared_ + Shape::kDsRowsOffset) + stage * Shape::kBlock;
+  /// Where the query rows of a stage of the bias are in dS.
+  __device__ __forceinline__ DsRow* ds_rows(int bias_stage) const {
+    return reinterpret_cast<DsRow*>(shared_ + Shape::kDsRowsOffset) + bias_stage * Shape::kBlock;
   }
-  /// The bytes at which the query rows of a stage begin in the stage of the bias.
-  __device__ __forceinline__ uint32_t* bias_begins(int stage) const {
-    return reinterpret_cast<uint32_t*>(shared_ + Shape::kBiasBeginsOffset) + stage * Shape::kBlock;
+  /// The bytes at which the query rows of a stage of the bias begin there.
+  __device__ __forceinline__ uint32_t* bias_begins(int bias_stage) const {
+    return reinterpret_cast<uint32_t*>(shared_ + Shape::kBiasBeginsOffset) + bias_stage * Shape::kBlock;
   }
   /// The address of a row in a gradient `[Tk, Hkv, dim]`. Unsigned numbers are widened to 64 bits without a register
   /// for the sign.
@@ -207,10 +218,11 @@ class KeyGradients {
       const Place* const places = row_places(first);
       fetch_placed_queries<T, Shape, Shape::kBlock>(params_, places, count, to, to + Shape::kBlockBytes);
       const auto place_of = [&](int32_t row) { return places[row].bias; };
+      const BiasStage bias = aligned_bias(bias_stage(first, stage));
       if constexpr (Shape::kShiftsBias) {
-        aligned_bias(stage).fetch(place_of);
+        bias.fetch(place_of);
       } else {
-        aligned_bias(stage).fetch(all_params_.bias, segment_.first_key, place_of);
+        bias.fetch(all_params_.bias, segment_.first_key, place_of);
       }
       find_places(first + Shape::kBlock);
     } else {
@@ -242,11 +254,17 @@ class KeyGradients {
         bias_rows(stage)[index_in_block] = bias_row_of(head, block.rows.query(index_in_block));
       }
       if constexpr (Shape::kHasPlaces) {
-        ds_rows(stage)[index_in_block] = score_gradient_row(
-            all_params_, segment_.tile.sequence, head, block.rows.query(index_in_block), block.token(index_in_block));
-      }
-      if constexpr (Shape::kShiftsBias) {
-        bias_begins(stage)[index_in_block] = BiasStage::begin(index_in_block, row_places(first)[index_in_block].bias);
+        const int of_bias = bias_stage(first, stage);
+        const int64_t ds_row = score_gradient_row(all_params_, segment_.tile.sequence, head,
+                                                  block.rows.query(index_in_block), block.token(index_in_block));
+        if constexpr (Shape::kShiftsBias) {
+          bias_begins(of_bias)[index_in_block] =
+              BiasStage::begin(index_in_block, row_places(first)[index_in_block].bias);
+          ds_rows(of_bias)[index_in_block] =
+              BiasStage::chunks_of(static_cast<T*>(all_params_.ds.data), ds_row, segment_.first_key);
+        } else {
+          ds_rows(of_bias)[index_in_block] = ds_row;
+        }
       }
       if constexpr (Shape::kHasRanges) {
         const Visibility visibility(params_.forward, segment_.tile);
@@ -300,8 +318,9 @@ class KeyGradients {
     if constexpr (Shape::kShiftsBias) {
       if (clears) {
         const Place* const places = row_places(first);
-        aligned_bias(stage).clear_from(all_params_.bias.keys - segment_.first_key,
-                                       [&](int32_t row) { return places[row].bias; });
+        aligned_bias(bias_stage(first, stage)).clear_from(all_params_.bias.keys - segment_.first_key, [&](int32_t row) {
+          return places[row].bias;
+        });
       }
     } else if constexpr (Shape::kHasAlignedBias) {
       aligned_bias(stage).settle(segment_.first_key);
@@ -315,8 +334,13 @@ class KeyGradients {
       row = {-INFINITY, 0.0f, 0.0f, 0};
       if constexpr (Shape::kHasRanges) row_ranges(stage)[index_in_block] = {0, 0};
       if constexpr (Shape::kBiasRows > 0) bias_rows(stage)[index_in_block] = kNoBiasRow;
-      if constexpr (Shape::kHasPlaces) ds_rows(stage)[index_in_block] = kNoBias;
-      if constexpr (Shape::kShiftsBias) bias_begins(stage)[index_in_block] = BiasStage::begin(index_in_block, {});
+      if constexpr (Shape::kShiftsBias) {
+        const int of_bias = bias_stage(first, stage);
+        bias_begins(of_bias)[index_in_block] = BiasStage::begin(index_in_block, {});
+        ds_rows(of_bias)[index_in_block] = nullptr;
+      } else if constexpr (Shape::kHasPlaces) {
+        ds_rows(stage)[index_in_block] = kNoBias;
+      }
     }
   }
 
@@ -357,6 +381,12 @@ class KeyGradients {
         },
         [&](int32_t first, int stage) { wait_for(first, stage); },
         [&](int32_t first, int32_t chunk, int stage) { process_chunk(first, chunk, stage); });
+    if constexpr (kStoresLater) {
+      // There is a block, because segments have query rows.
+      const int32_t blocks = (segment_.columns.end - segment_.columns.begin + Shape::kBlock - 1) / Shape::kBlock;
+      __syncthreads();
+      store_shifted_ds(segment_.columns.begin + (blocks - 1) * Shape::kBlock, 0);
+    }
   }
 
   /// Adds rows `chunk` to `chunk + kAtOnce - 1` of the block that begins at packed row `first` to dK and dV.
@@ -365,13 +395,17 @@ class KeyGradients {
     const int32_t own_chunk = chunk + (Shape::kExchanges ? column_warp() * Shape::kChunk : 0);
     const uint32_t keys = base_ + warp_row * Rows::kPitch, values = keys + Shape::kHeldBytes;
     const uint32_t rows = queries(stage) + own_chunk * Rows::kPitch, douts = rows + Shape::kBlockBytes;
+    if constexpr (kStoresLater) {
+      if (first > segment_.columns.begin) store_shifted_ds(first - Shape::kBlock, stage);
+    }
     Scores p, ds;
     const int32_t column = first + own_chunk, key = segment_.first_key + warp_row;
     const QueryRowStats* const stats = row_stats(stage) + own_chunk;
     if constexpr (Shape::kHasAlignedBias) {
       multiply_rows<T, Rows, kSteps>(ds, values, douts);
       if constexpr (Shape::kShiftsBias) {
-        aligned_bias(stage).start(p, params_.forward, bias_begins(stage) + own_chunk, warp_row);
+        const int of_bias = bias_stage(first, stage);
+        aligned_bias(of_bias).start(p, params_.forward, bias_begins(of_bias) + own_chunk, warp_row);
       } else {
         aligned_bias(stage).start(p, params_.forward, own_chunk, warp_row);
       }
@@ -402,6 +436,10 @@ class KeyGradients {
     } else if (column < segment_.common.begin || column + Shape::kChunk > segment_.common.end) {
       mask(p, ds, [&](int32_t row) { return column_ranges()[warp_row + row]; }, column);
     }
+    if constexpr (Shape::kShiftsBias) {
+      const int of_bias = bias_stage(first, stage);
+      aligned_bias(of_bias).replace(ds, bias_begins(of_bias) + own_chunk, warp_row);
+    }
     const int32_t first_chunk = 2 * column_warp();
     if constexpr (Shape::kExchanges) {
       uint8_t* const to = shared_ + Shape::kExchangeOffset + warp_row * Shape::kExchangePitch;
@@ -416,9 +454,19 @@ class KeyGradients {
       accumulate<T, Columns>(dv_, RegisterOperand<T, kTiles, kBlocks>{p}, douts, first_chunk);
       accumulate<T, Columns>(dk_, RegisterOperand<T, kTiles, kBlocks>{ds}, rows, first_chunk);
     }
-    if constexpr (Shape::kHasAlignedBias) {
+    if constexpr (Shape::kShiftsBias) {
+      if constexpr (!kStoresLater) store_shifted_ds(first, stage);
+    } else if constexpr (Shape::kHasAlignedBias) {
       if (all_params_.ds.data != nullptr) store_ds(ds, own_chunk, stage);
     }
+  }
+
+  /// Stores dS of the block that begins at packed row `first`, which all warps have stored in place of its bias.
+  __device__ __forceinline__ void store_shifted_ds(int32_t first, int stage) const {
+    const int of_bias = bias_stage(first, stage);
+    const int32_t begin = segment_.tile.first_row, key = segment_.first_key + begin;
+    const ColumnRange keys = {begin, begin + min(segment_.tile.num_rows, all_params_.bias.keys - key)};
+    aligned_bias(of_bias).store(ds_rows(of_bias), bias_begins(of_bias), keys);
   }
 
   /// Stores dS of the warp's keys and of the query rows from `own_chunk` of a stage on.
@@ -432,12 +480,11 @@ class KeyGradients {
                             warp_row * Shape::kExchangePitch + own_chunk * sizeof(T);
       store_score_gradients<Shape::kExchangePitch, false, T>(all_params_.ds, ptx::shared_address(from), column, rows);
     } else {
-      // In place of the bias of these pairs, which the warp has read, if it is the warp's alone.
+      // In place of the bias of these pairs, which the warp has read.
       static_assert(Shape::kChunk == Shape::kWarpRows);
-      constexpr int kPitch = Shape::kShiftsBias ? Shape::kStagedDsPitch : Shape::template kStagedPitch<T>;
-      uint8_t* const staged = Shape::kShiftsBias ? shared_ + Shape::kStagedDsOffset + warp_row * kPitch
-                                                 : shared_ + Shape::kBiasOffset + stage * BiasStage::kBytes +
-                                                       own_chunk * kPitch + warp_row * sizeof(T);
+      constexpr int kPitch = Shape::template kStagedPitch<T>;
+      uint8_t* const staged =
+          shared_ + Shape::kBiasOffset + stage * BiasStage::kBytes + own_chunk * kPitch + warp_row * sizeof(T);
       __syncwarp();
       stage_score_gradients<T, kPitch>(staged, ds);
       __syncwarp();

@@ -60,7 +60,7 @@ struct Copy {
   uint32_t destination;
   const void* source;
   int bytes;
-  bool predicate;
+  int copied;
 };
 
 struct Fiber {
@@ -170,11 +170,8 @@ void end_cluster_round_if_complete() {
 
 void perform(const std::vector<Copy>& copies) {
   for (const Copy& copy : copies) {
-    if (copy.predicate) {
-      std::memcpy(shared + copy.destination, copy.source, copy.bytes);
-    } else {
-      std::memset(shared + copy.destination, 0, copy.bytes);
-    }
+    std::memset(shared + copy.destination, 0, copy.bytes);
+    std::memcpy(shared + copy.destination, copy.source, copy.copied);
   }
 }
 
@@ -405,11 +402,11 @@ void store_cluster_async(uint32_t address, uint32_t rank, const void* from, int 
   mbarrier_complete_tx_at_rank(barrier, rank, bytes);
 }
 
-void cp_async(uint32_t destination, const void* source, int bytes, bool predicate) {
+void cp_async(uint32_t destination, const void* source, int bytes, int copied) {
   if (destination % bytes != 0 || reinterpret_cast<uintptr_t>(source) % bytes != 0) fail("a misaligned cp.async");
   // NaN until `cp_async_wait`, so that reading the destination too early is noticed.
   std::memset(shared + destination, 0xff, bytes);
-  block->fibers[block->current].open.push_back({destination, source, bytes, predicate});
+  block->fibers[block->current].open.push_back({destination, source, bytes, copied});
 }
 
 void cp_async_commit() {

@@ -90,8 +90,9 @@ void store_cluster_async(uint32_t address, uint32_t rank, const void* from, int 
 [[noreturn]] void fail(const char* why);
 /// Switches to other threads of the block, if any. A thread that polls a number in memory calls it.
 void yield_thread();
-/// A copy of `bytes` bytes to shared memory that is visible after `cp_async_wait`; zeros if `predicate` is false.
-void cp_async(uint32_t destination, const void* source, int bytes, bool predicate);
+/// A copy to `bytes` bytes of shared memory that is visible after `cp_async_wait`: the first `copied` ones of the
+/// source, then zeros.
+void cp_async(uint32_t destination, const void* source, int bytes, int copied);
 void cp_async_commit();
 void cp_async_wait(int pending);
 /// A bulk copy from shared memory, which is not read before the thread's `bulk_wait_group`, so that writing it too

@@ -107,13 +107,13 @@ inline uint32_t shared_address(const void* pointer) {
 }
 
 inline void cp_async_16(uint32_t destination, const void* source, bool predicate) {
-  emulator::cp_async(destination, source, 16, predicate);
+  emulator::cp_async(destination, source, 16, predicate ? 16 : 0);
 }
 inline void cp_async_16(uint32_t destination, const void* source, bool predicate, uint64_t) {
-  emulator::cp_async(destination, source, 16, predicate);
+  emulator::cp_async(destination, source, 16, predicate ? 16 : 0);
 }
 inline void cp_async_8(uint32_t destination, const void* source, bool predicate) {
-  emulator::cp_async(destination, source, 8, predicate);
+  emulator::cp_async(destination, source, 8, predicate ? 8 : 0);
 }
 inline void cp_async_commit() { emulator::cp_async_commit(); }
 template <int kPending>

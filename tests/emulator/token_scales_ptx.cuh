@@ -5,7 +5,7 @@
 namespace xa::ptx {
 
 inline void cp_async_4(uint32_t destination, const void* source, bool predicate) {
-  emulator::cp_async(destination, source, 4, predicate);
+  emulator::cp_async(destination, source, 4, predicate ? 4 : 0);
 }
 inline float2 load_shared_f32x2(uint32_t address) {
   float2 x;

@@ -422,7 +422,7 @@ mod on_their_own_gpu {
             let layout = MemoryLayout { spare_seqs: 16, ..large_workspace() };
             let forward = AttentionCase::flash(&shared.batch(), &layout);
             let case = GradientCase::of_any_results(forward, GradientOptions::ALL);
-            let from_ds = format!("attention_bwd_dq_from_ds_bf16_{head_dim} with");
+            let from_ds = format!("attention_bwd_dq_from_ds_bf16_{head_dim}_aligned with");
             case.invocation().assert_logs(&gpu, &[&from_ds, "attention_bwd_dbias_sum_bf16 with"]);
             let odd = BatchSpec { head_dim, lengths: vec![(200, keys), (30, 40)], ..base.clone() };
             let of_shape = format!("attention_bwd_dq_bf16_{head_dim}_bias_aligned_none with");
@@ -431,7 +431,7 @@ mod on_their_own_gpu {
             let own = BatchSpec { bias: Some(BiasForm::OWN), ..odd };
             let rows = if keys == 301 { "shifted" } else { "aligned" };
             let dkdv = format!("attention_bwd_dkdv_bf16_{head_dim}_bias_{rows}_none with");
-            let from_ds = format!("attention_bwd_dq_from_ds_bf16_{head_dim} with");
+            let from_ds = format!("attention_bwd_dq_from_ds_bf16_{head_dim}_{rows} with");
             run_portable(&own, &["attention_bwd_delta_bf16 with", &dkdv, &from_ds]);
         }
         let short = vec![(3, 40); 40];

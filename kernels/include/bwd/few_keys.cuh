@@ -20,9 +20,11 @@
 
 namespace xa {
 
-/// Whether the segment's block has few keys, which begin with a chunk of their rows of dS: that is stored whole.
+/// Whether the segment's block has few keys. Chunks of dS are stored whole, unless rows begin anywhere (kShiftsBias),
+/// so the keys must begin with one.
+template <typename Shape>
 __device__ __forceinline__ bool has_few_keys(const BiasBackwardParams& params, const SequenceSegment& segment) {
-  return block_rows() <= kFewRows && first_column(params, segment) % 8 == 0;
+  return block_rows() <= kFewRows && (Shape::kShiftsBias || first_column(params, segment) % 8 == 0);
 }
 
 template <typename Shape, typename T>
@@ -158,7 +160,7 @@ class FewKeyGradients {
   }
 
   /// Adds up what the thread's query rows contribute to the gradients of row `row` of the block. With `is_first`, it
-  /// stores the other columns of its chunk of dS too, as zeros.
+  /// stores the other columns of its chunk of dS too, as zeros, where chunks are stored whole.
   __device__ __forceinline__ void add_up(int32_t row, bool is_first, Columns& dk, Columns& dv) const {
     const AttentionParams& forward = params_.forward;
     const Columns k = held(forward.k, row, forward.head_dim), v = held(forward.v, row, forward.value_dim);
@@ -221,7 +223,7 @@ class FewKeyGradients {
   __device__ __forceinline__ void store_ds(int64_t element, bool is_first, float ds) const {
     if (all_params_.ds.data == nullptr) return;
     T* const to = static_cast<T*>(all_params_.ds.data) + element;
-    if (is_first) {
+    if (!Shape::kShiftsBias && is_first) {
       // Rows of dS begin with chunks.
       store_chunk(to - element % kElements, Chunk<T, kElements>{});
     }

@@ -39,14 +39,6 @@ class FewRowGradients {
     sums_.template store<T>(backward, backward.dq, 0, place, forward.head_dim, backward.softmax_scale);
     __syncthreads();
   }
-  /// Stores the row's dS to its row of the gradient of the bias, zeros where it attends to no key.
-  __device__ __forceinline__ void copy(uint16_t* dbias, const ScoreGradientRow& of) const {
-    const auto* const ds = static_cast<const uint16_t*>(params_.ds.data) + of.element;
-#pragma unroll 4
-    for (int32_t i = threadIdx.x; i < params_.dbias_keys; i += Shape::kThreads) {
-      dbias[i] = i >= of.begin && i < of.end ? ds[i] : 0;
-    }
-  }
 
  private:
   static __device__ __forceinline__ int32_t lane() { return threadIdx.x % kLanes; }

@@ -30,6 +30,11 @@ __device__ __forceinline__ void cp_async_4(uint32_t destination, const void* sou
   asm volatile("cp.async.ca.shared.global [%0], [%1], 4;" ::"r"(destination), "l"(source) : "memory");
 }
 
+/// Copies the first `bytes` of 16 bytes from global to shared memory, and writes zeros for the others.
+__device__ __forceinline__ void cp_async_16_of(uint32_t destination, const void* source, int32_t bytes) {
+  asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(destination), "l"(source), "r"(bytes) : "memory");
+}
+
 /// Loads 16 bytes that nothing stores to meanwhile. L2 loads the 256 bytes that they are in.
 __device__ __forceinline__ uint4 load_global_16_of_256(const void* from) {
   uint4 x;
@@ -37,6 +42,14 @@ __device__ __forceinline__ uint4 load_global_16_of_256(const void* from) {
                : "=r"(x.x), "=r"(x.y), "=r"(x.z), "=r"(x.w)
                : "l"(from));
   return x;
+}
+
+/// Stores of 2 and 16 bytes to global memory. A pointer from shared memory is not known to point there.
+__device__ __forceinline__ void store_global_2(void* to, uint16_t x) {
+  asm volatile("st.global.u16 [%0], %1;" ::"l"(to), "h"(x) : "memory");
+}
+__device__ __forceinline__ void store_global_16(void* to, uint4 x) {
+  asm volatile("st.global.v4.u32 [%0], {%1, %2, %3, %4};" ::"l"(to), "r"(x.x), "r"(x.y), "r"(x.z), "r"(x.w) : "memory");
 }
 
 /// Stores two f32 to global memory. With a C++ store instead, which needs the address in another form, ptxas spills in

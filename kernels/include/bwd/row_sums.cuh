@@ -5,6 +5,7 @@
 #include <type_traits>
 
 #include "bwd/gradient_type.cuh"
+#include "chunk.cuh"
 #include "element.cuh"
 #include "params/attention_bwd.cuh"
 

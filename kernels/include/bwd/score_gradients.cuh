@@ -1,7 +1,9 @@
-// dS in global memory (ScoreGradients), where attention_bwd_dkdv stores it and the kernels after it read it: chunks of
-// 8 keys, of which a thread stores all elements, zeros where a mask hides the pair. A chunk of which a row attends to
-// no key may never have been stored. Only where rows are those of the bias and blocks of keys begin within a chunk may
-// the same be so of a part of one.
+// dS in global memory (ScoreGradients), where attention_bwd_dkdv stores it and the kernels after it read it. Where a
+// mask hides a pair, zeros are stored.
+//
+// Rows of query heads and tokens begin with chunks of 8 keys, of which a thread stores all elements. A chunk of which a
+// row attends to no key may never have been stored. Rows that are those of the bias begin anywhere (shifted_bias.cuh
+// stores them unless they begin with chunks), and all their elements have been stored, because dS is its gradient.
 #pragma once
 
 #include <cstdint>

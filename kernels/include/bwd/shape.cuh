@@ -12,7 +12,7 @@
 //     dK/dV: ColumnRange of each key; with bounds of keys (shape_key_ranges), RowRange of each query row |
 //     with a bias (shape_bias): the index of each query row in it, or kHasPlaces: QueryRowPlace of each query row of
 //     two blocks, and the element of each query row in dS; kShiftsBias: where the bias of each query row begins |
-//     SequenceSegment | kStagesBias: the bias of each block (staged_bias.cuh) | kShiftsBias: dS of each warp
+//     SequenceSegment | kStagesBias: the bias of kBiasStages blocks (staged_bias.cuh)
 #pragma once
 
 #include <cstdint>
@@ -91,12 +91,15 @@ struct BackwardShape : tiles::AttentionBwd<Gradient, Shape, sizeof(T), kHeadDim_
   static constexpr int kPlaces = kHasPlaces ? 2 * Config::kBlock : 0;
   /// Its place in the bias: the first chunk of the held keys, or the first element, kNoBias if it has none.
   using Place = QueryRowPlace<std::conditional_t<kShiftsBias, ShiftedBiasPlace, int64_t>>;
-  /// The elements at which the query rows of each stage begin in dS.
+  /// Stages of the bias. Where dS takes its place, other warps store that while the bias of the next block is read and
+  /// the one after is copied.
+  static constexpr int kBiasStages = Config::kStages + (kShiftsBias && !kExchanges ? 1 : 0);
+  static constexpr int kBiasStageRows = kHasPlaces ? kBiasStages * Config::kBlock : 0;
+  /// The elements at which the query rows of each of these stages begin in dS.
   static constexpr int kDsRowsOffset = kPlacesOffset + kPlaces * static_cast<int>(sizeof(Place));
-  static constexpr int kDsRows = kHasPlaces ? kQueryRows : 0;
-  /// The bytes at which the query rows of each stage begin in the stage of the bias.
-  static constexpr int kBiasBeginsOffset = kDsRowsOffset + kDsRows * static_cast<int>(sizeof(int64_t));
-  static constexpr int kBiasBegins = kShiftsBias ? kQueryRows : 0;
+  /// The bytes at which the query rows of each of them begin in the stage.
+  static constexpr int kBiasBeginsOffset = kDsRowsOffset + kBiasStageRows * static_cast<int>(sizeof(int64_t));
+  static constexpr int kBiasBegins = kShiftsBias ? kBiasStageRows : 0;
   static constexpr int kSegmentOffset = kBiasBeginsOffset + kBiasBegins * static_cast<int>(sizeof(uint32_t));
 
   /// The query rows and keys of a stage of the bias, and the bytes of a row of elements E.
@@ -106,14 +109,9 @@ struct BackwardShape : tiles::AttentionBwd<Gradient, Shape, sizeof(T), kHeadDim_
   static constexpr int kStagedPitch = kStagedKeys * static_cast<int>(sizeof(E)) + 16;
   /// Where the stages begin, and their bytes for elements of T; wider ones take more.
   static constexpr int kBiasOffset = (kSegmentOffset + static_cast<int>(sizeof(SequenceSegment)) + 15) / 16 * 16;
-  static constexpr int kBiasBytes = Config::kStagesBias ? Config::kStages * kStagedRows * kStagedPitch<T> : 0;
-  /// dS of a warp on its way to global memory, where its bias in shared memory is not its own: shifted rows of it lie
-  /// partly in the columns of the next warp.
-  static constexpr int kStagedDsOffset = kBiasOffset + kBiasBytes;
-  static constexpr int kStagedDsPitch = Config::kChunk * static_cast<int>(sizeof(T)) + 16;
-  static constexpr int kStagedDsBytes = kShiftsBias && !kExchanges ? kHeld * kStagedDsPitch : 0;
+  static constexpr int kBiasBytes = Config::kStagesBias ? kBiasStages * kStagedRows * kStagedPitch<T> : 0;
   static constexpr int kNeededBytes =
-      kBiasBytes > 0 ? kStagedDsOffset + kStagedDsBytes : kSegmentOffset + static_cast<int>(sizeof(SequenceSegment));
+      kBiasBytes > 0 ? kBiasOffset + kBiasBytes : kSegmentOffset + static_cast<int>(sizeof(SequenceSegment));
 
   static_assert(Config::kBlock % Config::kChunk == 0 && Config::kChunk % 16 == 0);
   static_assert(!kHasAlignedBias || (Config::kChunk == 32 && Config::kRowTiles == 2 && sizeof(T) == 2));

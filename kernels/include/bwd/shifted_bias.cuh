@@ -1,11 +1,20 @@
 // The bias in dK and dV where its rows do not begin with chunks of 16 bytes. Of each row the chunks are staged in which
 // its part lies, one more than that has. A lane reads single elements, from where the row begins in its first chunk.
+//
+// dS of the block, which is the gradient of its bias, takes the place of the bias element by element. Each element has
+// one lane that reads the bias and writes dS, so warps need not wait for each other. The gradient has the same chunks
+// as the bias. Those that the block has as a whole are stored at once:
+//
+//     chunk          |     0     |     1    |    2     | ... |     16      |
+//     the block's    |     5 6 7 | 8 ... 15 | 16 .. 23 | ... | 128 ... 132 |      where the row's first key is element
+//     5 are stored as    elements      chunk      chunk          elements
 #pragma once
 
 #include <cstdint>
 
 #include "bwd/bias_rows.cuh"
 #include "bwd/ptx_extra.cuh"
+#include "bwd/sequence_segment.cuh"
 #include "bwd/shifted_bias_place.cuh"
 #include "element.cuh"
 #include "params/bias.cuh"
@@ -102,7 +111,108 @@ class ShiftedBiasStage {
     }
   }
 
+  /// Stores dS of the scores that `start` had to where their bias was.
+  template <int kBlocks>
+  __device__ __forceinline__ void replace(const float (&ds)[2][kBlocks][4], const uint32_t* begins,
+                                          int32_t column) const {
+    const int32_t lane = ptx::thread() % 32, g = lane / 4, t = lane % 4;
+    const uint32_t to = memory_ + (column + g) * sizeof(T);
+#pragma unroll
+    for (int block = 0; block < kBlocks; ++block) {
+      const uint2 pair = reinterpret_cast<const uint2*>(begins)[4 * block + t];
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        const float (&x)[4] = ds[i / 2][block];
+        const uint32_t elements = Element<T>::pack(x[i % 2 * 2], x[i % 2 * 2 + 1]);
+        ptx::store_shared_2(to + pair.x + i * 8 * sizeof(T), static_cast<uint16_t>(elements));
+        ptx::store_shared_2(to + pair.y + i * 8 * sizeof(T), static_cast<uint16_t>(elements >> 16));
+      }
+    }
+  }
+  /// The chunk that has column `column` of the row of dS from element `row` on; null for kNoBias. `ds` is its element
+  /// 0.
+  static __device__ __forceinline__ T* chunks_of(T* ds, int64_t row, int32_t column) {
+    return row == kNoBias ? nullptr : ds + ((row + column) & -kElements);
+  }
+  /// Stores dS of all rows to global memory, when all warps have called `replace` and a barrier has passed. `rows` are
+  /// the `chunks_of` the block's first key. Only `keys` of the block exist. All threads of the CTA call it.
+  __device__ __forceinline__ void store(T* const* rows, const uint32_t* begins, ColumnRange keys) const {
+    if (keys.end - keys.begin == Shape::kStagedKeys) {
+      // Outside of whole chunks a row has as many elements as a chunk has: those of the first chunk, then those of the
+      // last one. If the row begins with a chunk, that one is stored by elements too.
+      store_chunks(rows, [](uint32_t, int32_t chunk) { return chunk != 0; });
+      store_elements(rows, [&](uint32_t row, int32_t index) {
+        const int32_t at = index + shift_of(row, begins);
+        return at < kElements ? at : at + Shape::kStagedKeys - kElements;
+      });
+    } else if (keys.begin < keys.end) {
+      const auto part_of = [&](uint32_t row) {
+        return ColumnRange{shift_of(row, begins) + keys.begin, shift_of(row, begins) + keys.end};
+      };
+      store_chunks(rows, [&](uint32_t row, int32_t chunk) {
+        const ColumnRange part = part_of(row);
+        return chunk * kElements >= part.begin && (chunk + 1) * kElements <= part.end;
+      });
+      store_elements(rows, [&](uint32_t row, int32_t index) {
+        const ColumnRange part = part_of(row);
+        const int32_t at = (part.begin & -kElements) + index;
+        return at >= part.begin && at < part.end ? at : -1;
+      });
+      store_elements(rows, [&](uint32_t row, int32_t index) {
+        const ColumnRange part = part_of(row);
+        const int32_t at = (part.end & -kElements) + index;
+        return at >= part.begin && at < part.end ? at : -1;
+      });
+    }
+  }
+
  private:
+  /// Which element of its first chunk a row begins with.
+  static __device__ __forceinline__ int32_t shift_of(uint32_t row, const uint32_t* begins) {
+    return (begins[row] - row * kPitch) / sizeof(T);
+  }
+  /// Stores those chunks that `selects(row, chunk)`.
+  template <typename Selects>
+  __device__ __forceinline__ void store_chunks(T* const* rows, const Selects& selects) const {
+    constexpr int kStores = Shape::kStagedRows / kStep;
+    const uint32_t thread = ptx::thread(), chunk = thread % kChunks, first_row = thread / kChunks;
+    // All loads first: the stores wait for them once then.
+    T* to[kStores];
+    uint4 chunks[kStores];
+    bool selected[kStores];
+#pragma unroll
+    for (int i = 0; i < kStores; ++i) {
+      const uint32_t row = first_row + i * kStep;
+      to[i] = rows[row];
+      selected[i] = selects(row, chunk);
+      chunks[i] = ptx::load_shared_16(address(row, chunk));
+    }
+#pragma unroll
+    for (int i = 0; i < kStores; ++i) {
+      if ((to[i] != nullptr) & selected[i]) ptx::store_global_16(to[i] + chunk * kElements, chunks[i]);
+    }
+  }
+  /// Stores kElements elements per row, `element_of(row, index)` of its chunks; none if that is negative.
+  template <typename ElementOf>
+  __device__ __forceinline__ void store_elements(T* const* rows, const ElementOf& element_of) const {
+    constexpr int kRows = Shape::kThreads / kElements, kStores = Shape::kStagedRows / kRows;
+    static_assert(kStores * kRows == Shape::kStagedRows);
+    const uint32_t thread = ptx::thread(), first_row = thread / kElements;
+    T* to[kStores];
+    int32_t at[kStores];
+    uint16_t elements[kStores];
+#pragma unroll
+    for (int i = 0; i < kStores; ++i) {
+      const uint32_t row = first_row + i * kRows;
+      to[i] = rows[row];
+      at[i] = element_of(row, thread % kElements);
+      elements[i] = ptx::load_shared_2(address(row, 0) + max(at[i], 0) * sizeof(T));
+    }
+#pragma unroll
+    for (int i = 0; i < kStores; ++i) {
+      if ((to[i] != nullptr) & (at[i] >= 0)) ptx::store_global_2(to[i] + at[i], elements[i]);
+    }
+  }
   __device__ __forceinline__ uint32_t address(int32_t row, int32_t chunk) const {
     return memory_ + row * kPitch + chunk * 16;
   }

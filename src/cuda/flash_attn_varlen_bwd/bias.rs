@@ -66,7 +66,6 @@ pub(super) fn params(
         dbias_is_f32: i32::from(problem.dbias.is_some_and(|dbias| dbias.dtype == DType::F32)),
         dq_stores_dbias: i32::from(stored_dbias(problem).is_some() && !ds.are_stored()),
         tiles_per_cta: tiles_per_cta as i32,
-        dq_clears_dbias: i32::from(ds.data != dbias),
         dbias_keys: bias.keys as i32,
         dbias_stages: aligned_stages(device),
         dbias_warps_per_row: sum_grid.warps_per_row as i32,
@@ -74,7 +73,6 @@ pub(super) fn params(
         query_period: problem.forward.num_rows as i32,
         key_blocks_per_turn: 1,
         query_blocks_per_turn: 1,
-        reserved: 0,
         ds,
     })
 }
@@ -90,12 +88,15 @@ pub(super) fn stored_dbias<'p>(problem: &FlashAttnVarlenBwd<'p>) -> Option<Tenso
     problem.dbias.filter(|_| main_kernel_stores_it(&problem.forward, bias))
 }
 
-/// Whether a row of the bias, and of its gradient if that is dS, begins with a chunk of 16 bytes and has elements of q's type.
-pub(super) fn is_aligned(problem: &FlashAttnVarlenBwd, bias: &Bias) -> bool {
+/// Whether the bias, and its gradient if that is dS, has elements of q's type.
+pub(super) fn has_type_of_q(problem: &FlashAttnVarlenBwd, bias: &Bias) -> bool {
     let dtype = problem.forward.q.dtype;
-    bias.dtype == dtype
-        && (bias.keys * dtype.size()).is_multiple_of(16)
-        && stored_dbias(problem).is_none_or(|dbias| dbias.dtype == dtype)
+    bias.dtype == dtype && stored_dbias(problem).is_none_or(|dbias| dbias.dtype == dtype)
+}
+
+/// Whether they moreover begin with a chunk of 16 bytes.
+pub(super) fn is_aligned(problem: &FlashAttnVarlenBwd, bias: &Bias) -> bool {
+    has_type_of_q(problem, bias) && (bias.keys * bias.dtype.size()).is_multiple_of(16)
 }
 
 /// The value of the axis `head_dim` of the kernels for aligned rows of a bias, if they are built for calls such as this one.
@@ -105,16 +106,15 @@ pub(super) fn aligned_head_dim(forward: &Attention) -> Option<&'static str> {
     ALIGNED_HEAD_DIMS.iter().find(|(bucket, _)| is_built && *bucket >= dim).map(|(_, value)| *value)
 }
 
-/// The call's bias in the workspace, from `delta` of all rows on, in rows that begin with chunks, or the place of dS in such rows. `None` if
-/// its rows do, if no kernel needs that, or without room.
-pub(super) fn padded(problem: &FlashAttnVarlenBwd, delta: *mut f32) -> Option<PaddedBias> {
+/// The copy of the call's bias in the workspace, from `delta` of all rows on, in rows that begin with chunks. `None` if its rows do, if no
+/// kernel needs that, or without room.
+pub(super) fn copy(problem: &FlashAttnVarlenBwd, delta: *mut f32) -> Option<PaddedBias> {
     let forward = &problem.forward;
     let (bias, dtype) = (forward.score.bias.as_ref()?, forward.q.dtype);
-    aligned_head_dim(forward).filter(|_| !is_aligned(problem, bias))?;
+    // The kernel that stores dS of each pair's own bias reads that in any rows.
+    aligned_head_dim(forward).filter(|_| !is_aligned(problem, bias) && stored_dbias(problem).is_none())?;
     let place = place_after_delta(problem, delta, None, PaddedBias::copied_bytes(bias, dtype));
-    let padded = PaddedBias::new(bias, dtype, place)?;
-    let supports_gradient = stored_dbias(problem).is_none_or(|dbias| padded.supports_gradient(&dbias));
-    (padded.is_copied() && supports_gradient).then_some(padded)
+    PaddedBias::new(bias, dtype, place).filter(PaddedBias::is_copied)
 }
 
 /// The place of `bytes` in the workspace after delta of all rows, if it has delta, and after the `copy` of a bias. `None` without room.

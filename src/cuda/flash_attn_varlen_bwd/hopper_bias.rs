@@ -62,7 +62,7 @@ pub(super) fn launches<'p>(
     let backward = BackwardParams::new(problem, &device, delta)?;
     let params = BiasBackwardParams {
         dbias: loaded.gradient_place(&dbias).cast(),
-        dq_clears_dbias: 0,
+        dq_stores_dbias: 0,
         ..bias::params(problem, &loaded.bias, &backward, ScoreGradients::NONE, &device)?
     };
     let parameter = Parameter::Bias(Rc::new(params));

@@ -136,12 +136,10 @@ fn places(device: &Device, ctas_per_sm: u32) -> usize {
 /// The launches of a call; never `None`, because these kernels support every call.
 pub(super) fn launches<'p>(problem: &'p FlashAttnVarlenBwd, device: Device) -> Result<Option<Vec<Launch<'p>>>> {
     let delta = delta(problem);
-    let padded = bias::padded(problem, delta);
-    // The kernel that stores dS of each pair's own bias reads that in any rows; a padded one is the place of dS alone.
-    let copy = padded.filter(|_| bias::stored_dbias(problem).is_none());
+    let copy = bias::copy(problem, delta);
     // The call as the kernels for its gradients see it.
     let call = copy.map_or(*problem, |copy| bias::with_copy(problem, &copy));
-    let ds = ScoreGradients::of(&call, padded.as_ref(), delta);
+    let ds = ScoreGradients::of(&call, copy.as_ref(), delta);
     let (forward, ranges) = (&call.forward, &call.forward.queries.key_ranges);
     let original = problem.forward.score.bias.as_ref();
     let all = [call.num_keys, forward.num_rows].map(RowBlocks::of_all);
@@ -150,15 +148,13 @@ pub(super) fn launches<'p>(problem: &'p FlashAttnVarlenBwd, device: Device) -> R
     let query_shape = forward.score.bias.as_ref().filter(|of| bias::is_aligned(&call, of)).map(|_| ALIGNED_BIAS);
     let key_shape = query_shape.or(ds.are_stored().then_some(SHIFTED_BIAS));
     let backward = BackwardParams::new(&call, &device, delta)?;
+    let dq_tile = ds.are_stored().then(|| score_gradients::dq_tile(forward, &ds)).transpose()?;
     let parameter = if let Some((of, original)) = forward.score.bias.as_ref().zip(original) {
         let key_tile = variant(forward, key_shape, &device, KEY_KERNEL, "dkdv")?.1;
         let keys_per_turn = keys.per_turn(forward, key_tile.held(), places(&device, key_tile.ctas_per_sm));
-        let queries_per_turn = if ds.are_stored() {
-            let ctas_per_sm = score_gradients::dq_tile(forward)?.ctas_per_sm;
-            queries.packed(group).per_turn(forward, DQ_FROM_DS_ROWS as usize, places(&device, ctas_per_sm))
-        } else {
-            1
-        };
+        let queries_per_turn = dq_tile.map_or(1, |tile| {
+            queries.packed(group).per_turn(forward, DQ_FROM_DS_ROWS as usize, places(&device, tile.ctas_per_sm))
+        });
         Parameter::Bias(Rc::new(BiasBackwardParams {
             dbias_keys: original.keys as i32,
             key_period: keys.period as i32,
@@ -178,7 +174,7 @@ pub(super) fn launches<'p>(problem: &'p FlashAttnVarlenBwd, device: Device) -> R
     let dkdv = gradient_launch(&call, &device, ("dkdv", key_shape), keys, parameter.clone())?;
     let copying = copy.map(|copy| copy.copy_launch(Parameter::CopyRows)).transpose()?.flatten();
     let dq_from_ds =
-        ds.are_stored().then(|| score_gradients::dq_launch(forward, queries.packed(group), parameter.clone()));
+        dq_tile.map(|tile| score_gradients::dq_launch(forward, tile, queries.packed(group), parameter.clone()));
     let gradients = [dq, dkdv, dq_from_ds.transpose()?.flatten(), summing];
     // Where dQ is computed from dS, the kernel for dQ computes delta only if it has sequences with pairs past the bias.
     let stores_delta = ds.are_stored() && !backward.delta.is_null();
@@ -294,7 +290,8 @@ mod tests {
         assert_eq!(kernels(Bias { keys: 60_000, ..wide }, &[1 << 30], 0.0), [delta, dq, dkdv, from_ds, sum]);
         // Without room for the copy, or for delta, and where the other kernels are not built for it.
         let general = "attention_bwd_dbias";
-        assert_eq!(kernels(own, &[16_003], 0.0), [clear, dq, dkdv]);
+        assert_eq!(kernels(own, &[16_003], 0.0), [clear, delta, dq, dkdv, from_ds]);
+        assert_eq!(kernels(own, &[16_002], 0.0), [clear, dq, dkdv, from_ds]);
         assert_eq!(kernels(shared, &[16_003], 0.0), [dq, dkdv, general]);
         assert_eq!(kernels(Bias { keys: 24, ..shared }, &[16_002], 0.0), [dq, dkdv, general]);
         assert_eq!(kernels(shared, &[BYTES], 1.0), [dq, dkdv, general]);

@@ -1,7 +1,7 @@
 //! dS of pairs of rows and keys in memory: where the kernel for dK and dV stores it, and the kernels that compute dQ and the
 //! gradient of a shared bias from it.
 
-use super::bias::{self, aligned_head_dim, is_aligned};
+use super::bias::{self, aligned_head_dim, has_type_of_q, is_aligned};
 use super::row_blocks::RowBlocks;
 use super::{Launch, Parameter};
 use crate::cuda::padded_bias::PaddedBias;
@@ -19,21 +19,19 @@ const DQ_KERNEL: &str = "attention_bwd_dq_from_ds";
 impl ScoreGradients {
     pub(super) const NONE: Self = Self { data: null_mut(), pitch: 0, has_token_rows: 0 };
 
-    /// Where the call stores dS, if it has the gradient of a bias and the kernels for aligned rows take it. Where that gradient is dS, it is
-    /// stored in its place, or, if its rows do not begin with chunks, in those of `padded`; where sequences or heads share the bias, after
-    /// `delta` and the copy of the bias in the workspace, which `padded` then is, if it has room.
-    pub(super) fn of(call: &FlashAttnVarlenBwd, padded: Option<&PaddedBias>, delta: *mut f32) -> Self {
+    /// Where the call stores dS, if it has the gradient of a bias of q's type and kernels take it. Where that gradient is dS, it is stored in
+    /// its place; where sequences or heads share the bias, whose rows must begin with chunks then, after `delta` and the `copy` of the bias in
+    /// the workspace, if it has room.
+    pub(super) fn of(call: &FlashAttnVarlenBwd, copy: Option<&PaddedBias>, delta: *mut f32) -> Self {
         let forward = &call.forward;
         let (Some(bias), Some(dbias)) = (&forward.score.bias, &call.dbias) else { return Self::NONE };
-        let is_own = bias::stored_dbias(call).is_some();
-        if aligned_head_dim(forward).is_none() || !(is_aligned(call, bias) || (is_own && padded.is_some())) {
+        let has_kernels = aligned_head_dim(forward).is_some() && has_type_of_q(call, bias);
+        if has_kernels && bias::stored_dbias(call).is_some() {
+            return Self { data: dbias.data.cast(), pitch: bias.keys as i32, has_token_rows: 0 };
+        }
+        if !has_kernels || !is_aligned(call, bias) {
             return Self::NONE;
         }
-        if is_own {
-            let (data, of) = padded.map_or((dbias.data, bias), |padded| (padded.gradient_place(dbias), &padded.bias));
-            return Self { data: data.cast(), pitch: of.keys as i32, has_token_rows: 0 };
-        }
-        let copy = padded;
         let bytes = score_gradient_bytes(forward.num_q_heads, forward.num_rows, bias.keys);
         let place = bytes.and_then(|bytes| bias::place_after_delta(call, delta, copy, bytes));
         let (Some(pitch), Some(data)) = (score_gradient_columns(bias.keys), place) else { return Self::NONE };
@@ -50,21 +48,22 @@ impl ScoreGradients {
     }
 }
 
-/// The tile of the kernel that computes dQ from dS.
-pub(super) fn dq_tile(forward: &Attention) -> Result<&'static AttentionBwdDqFromDsTile> {
-    let dim = forward.head_dim.max(forward.value_dim);
-    let tile = ATTENTION_BWD_DQ_FROM_DS.iter().find(|tile| tile.head_dim as usize >= dim);
+/// The tile of the kernel that computes dQ from `ds`.
+pub(super) fn dq_tile(forward: &Attention, ds: &ScoreGradients) -> Result<&'static AttentionBwdDqFromDsTile> {
+    let (dim, rows) = (forward.head_dim.max(forward.value_dim), if ds.pitch % 8 == 0 { "aligned" } else { "shifted" });
+    let tile = ATTENTION_BWD_DQ_FROM_DS.iter().find(|tile| tile.rows == rows && tile.head_dim as usize >= dim);
     tile.ok_or_else(|| Error::internal(format!("{DQ_KERNEL} is not built for head dimension {dim}")))
 }
 
 /// The launch that computes dQ of the sequences all of whose dS has been stored, from blocks of packed query rows.
 pub(super) fn dq_launch<'p>(
     forward: &Attention,
+    tile: &AttentionBwdDqFromDsTile,
     blocks: RowBlocks,
     parameter: Parameter<'p>,
 ) -> Result<Option<Launch<'p>>> {
-    let tile = dq_tile(forward)?;
-    let variant = variants::find(DQ_KERNEL, &[variants::dtype_value(forward.q.dtype), tile.head_dim_value])?;
+    let values = [variants::dtype_value(forward.q.dtype), tile.head_dim_value, tile.rows];
+    let variant = variants::find(DQ_KERNEL, &values)?;
     let ctas = blocks.count(DQ_FROM_DS_ROWS as usize) * forward.num_kv_heads;
     // A warp has 32 rows.
     let threads = DQ_FROM_DS_ROWS as u32 * tile.column_warps;

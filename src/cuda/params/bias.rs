@@ -55,17 +55,18 @@ pub struct BiasParams {
     pub bias: BiasSource,
 }
 
-/// dS of pairs of rows and keys in q's type, which `attention_bwd_dkdv_*_bias_aligned` stores for the kernels after it.
+/// dS of pairs of rows and keys in q's type, which `attention_bwd_dkdv_*_bias_aligned` and `_bias_shifted` store for the kernels after
+/// them.
 ///
 /// A row is one of the bias, with its key 0 in column 0; or one of each query head and token, `[Hq, Tq]`. Then, unless blocks of keys begin
 /// with sequences, column 0 is the last key row of K, a multiple of 8, that is not after the sequence's first one: the chunks of 16 bytes are
-/// those of 8 rows of K that a thread has. Where the rows of the bias do not begin with chunks, dbias is a copy of these.
+/// those of 8 rows of K that a thread has.
 #[derive(Clone, Copy)]
 #[repr(C)]
 pub struct ScoreGradients {
     /// Null where they are not stored.
     pub data: *mut c_void,
-    /// Elements from row to row, a multiple of 8.
+    /// Elements from row to row; a multiple of 8 for rows of query heads and tokens.
     pub pitch: i32,
     /// Whether there is a row of each query head and token.
     pub has_token_rows: i32,
@@ -83,12 +84,11 @@ pub struct BiasBackwardParams {
     pub seqs: i32,
     pub heads: i32,
     pub dbias_is_f32: i32,
-    /// Whether `attention_bwd_dq_*_bias` stores dbias. Then each pair of a row and a key has a bias of its own.
+    /// Whether `attention_bwd_dq_*_bias` stores dbias of all rows that attend to some key. Then each pair of a row and a key has a bias of
+    /// its own.
     pub dq_stores_dbias: i32,
     /// Adjacent tiles of keys that a CTA of the kernel for dbias computes one after the other.
     pub tiles_per_cta: i32,
-    /// Whether the kernel for dQ, or for dQ from dS, stores zeros to dbias where a row that attends to some keys does not attend to others.
-    pub dq_clears_dbias: i32,
     /// Keys of a row of dbias, which the bias has too unless its rows have been padded.
     pub dbias_keys: i32,
     /// Stages of `attention_bwd_dbias_aligned`.
@@ -102,7 +102,6 @@ pub struct BiasBackwardParams {
     /// The blocks of a period that come together, before as many of the next one (`RowBlocks`).
     pub key_blocks_per_turn: i32,
     pub query_blocks_per_turn: i32,
-    pub reserved: i32,
     pub ds: ScoreGradients,
 }
 
