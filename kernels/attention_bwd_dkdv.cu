@@ -253,7 +253,7 @@ class KeyGradients {
       if constexpr (Shape::kBiasRows > 0) {
         bias_rows(stage)[index_in_block] = bias_row_of(head, block.rows.query(index_in_block));
       }
-      if constexpr (Shape::kHasPlaces) {
+      if constexpr (Shape::kStoresDs) {
         const int of_bias = bias_stage(first, stage);
         const int64_t ds_row = score_gradient_row(all_params_, segment_.tile.sequence, head,
                                                   block.rows.query(index_in_block), block.token(index_in_block));
@@ -338,7 +338,7 @@ class KeyGradients {
         const int of_bias = bias_stage(first, stage);
         bias_begins(of_bias)[index_in_block] = BiasStage::begin(index_in_block, {});
         ds_rows(of_bias)[index_in_block] = nullptr;
-      } else if constexpr (Shape::kHasPlaces) {
+      } else if constexpr (Shape::kStoresDs) {
         ds_rows(stage)[index_in_block] = kNoBias;
       }
     }
@@ -456,8 +456,14 @@ class KeyGradients {
     }
     if constexpr (Shape::kShiftsBias) {
       if constexpr (!kStoresLater) store_shifted_ds(first, stage);
-    } else if constexpr (Shape::kHasAlignedBias) {
-      if (all_params_.ds.data != nullptr) store_ds(ds, own_chunk, stage);
+    } else if constexpr (Shape::kStoresDs) {
+      if (all_params_.ds.data != nullptr) {
+        if constexpr (Shape::kWarpRows < 32) {
+          store_exchanged_ds(stage);
+        } else {
+          store_ds(ds, own_chunk, stage);
+        }
+      }
     }
   }
 
@@ -469,6 +475,17 @@ class KeyGradients {
     aligned_bias(of_bias).store(ds_rows(of_bias), bias_begins(of_bias), keys);
   }
 
+  /// Stores dS of all 32 keys of the CTA and of the warp's part of a stage's query rows, where warps have fewer keys
+  /// than are stored at a time.
+  __device__ __forceinline__ void store_exchanged_ds(int stage) const {
+    constexpr int kRows = Shape::kBlock / Shape::kWarps;
+    static_assert(Shape::kExchanges && Shape::kHeld == 32 && kRows % 8 == 0);
+    const int32_t row = ptx::thread() / 32 * kRows;
+    uint8_t* const from = shared_ + Shape::kExchangeOffset + Shape::kExchangeMatrix + row * sizeof(T);
+    store_score_gradients<Shape::kExchangePitch, false, T, kRows / 8>(
+        all_params_.ds, ptx::shared_address(from), first_column(all_params_, segment_), ds_rows(stage) + row);
+  }
+
   /// Stores dS of the warp's keys and of the query rows from `own_chunk` of a stage on.
   __device__ __forceinline__ void store_ds(const Scores& ds, int32_t own_chunk, int stage) const {
     const int32_t warp_row = row_warp() * Shape::kWarpRows;
@@ -478,7 +495,8 @@ class KeyGradients {
       // Where the warps that share the keys have it too.
       uint8_t* const from = shared_ + Shape::kExchangeOffset + Shape::kExchangeMatrix +
                             warp_row * Shape::kExchangePitch + own_chunk * sizeof(T);
-      store_score_gradients<Shape::kExchangePitch, false, T>(all_params_.ds, ptx::shared_address(from), column, rows);
+      store_score_gradients<Shape::kExchangePitch, false, T, kBlocks>(all_params_.ds, ptx::shared_address(from), column,
+                                                                      rows);
     } else {
       // In place of the bias of these pairs, which the warp has read.
       static_assert(Shape::kChunk == Shape::kWarpRows);

@@ -4,7 +4,7 @@
 //
 // Compiled once for each combination of
 //   XA_DTYPE     f16, bf16
-//   XA_HEAD_DIM  64, 128: the bucket; D up to it runs, padded with zeros in shared memory
+//   XA_HEAD_DIM  64, 128, 256: the bucket; D up to it runs, padded with zeros in shared memory
 //   XA_ROWS      aligned, shifted: whether rows of dS begin with chunks of 16 bytes, or anywhere
 // Launch: kThreads threads, a CTA per block of kDqFromDsRows packed query rows (RowBlocks) and KV head, the table's
 // dynamic shared memory.

@@ -148,21 +148,22 @@ impl AttentionSizes {
         const FIXED: i64 = 256;
         let BiasSizes { keys, is_shared, is_masked, gradient_rows } = bias;
         let columns = self.head_dim.max(self.value_dim);
-        let max_columns = match op {
-            Op::FlashAttnVarlen if !self.batch_invariant && forward_copies_bias(columns, is_shared, is_masked) => 256,
-            Op::FlashAttnVarlenBwd => 128,
-            _ => 0,
+        // Of the kernels that take the copy, and of those that store dS, which take it too.
+        let [max_columns, max_ds_columns] = match op {
+            Op::FlashAttnVarlen if !self.batch_invariant && forward_copies_bias(columns, is_shared, is_masked) => {
+                [256, 0]
+            }
+            Op::FlashAttnVarlenBwd => [128, if is_shared && gradient_rows > 0 { 256 } else { 0 }],
+            _ => [0, 0],
         };
-        if self.dtype.size() != 2 || !(1..=max_columns).contains(&columns) || keys < 1 {
-            return BiasWorkspaceSize { fixed: 0, per_bias_row: 0 };
-        }
-        let is_copied = keys % CHUNK != 0;
-        let score_gradients = if op == Op::FlashAttnVarlenBwd && is_shared && gradient_rows > 0 {
+        let is_up_to = |max: i64| self.dtype.size() == 2 && (1..=max).contains(&columns) && keys >= 1;
+        let score_gradients = if is_up_to(max_ds_columns) {
             let sizes = [self.num_q_heads, gradient_rows, keys].map(|size| size.max(0) as usize);
             score_gradient_bytes(sizes[0], sizes[1], sizes[2]).map_or(0, |bytes| FIXED + bytes as i64)
         } else {
             0
         };
+        let is_copied = keys % CHUNK != 0 && (is_up_to(max_columns) || score_gradients > 0);
         if !is_copied {
             return BiasWorkspaceSize { fixed: score_gradients, per_bias_row: 0 };
         }

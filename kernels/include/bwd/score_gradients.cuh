@@ -60,10 +60,10 @@ struct ScoreGradientRow {
   }
 };
 
-/// Stores dS of 32 query rows and 32 keys as 16 bytes per lane and 8 rows. It is in shared memory, a row for each key,
-/// kPitch bytes apart from `from` on; `rows` are the first elements of the query rows. The keys are in columns
-/// `column`, any number, to `column + 31`.
-template <int kPitch, bool kIsSwizzled, typename T>
+/// Stores dS of 8 kBlocks query rows and 32 keys as 16 bytes per lane and 8 rows. It is in shared memory, a row for
+/// each key, kPitch bytes apart from `from` on; `rows` are the first elements of the query rows. The keys are in
+/// columns `column`, any number, to `column + 31`.
+template <int kPitch, bool kIsSwizzled, typename T, int kBlocks = 4>
 __device__ __forceinline__ void store_score_gradients(const ScoreGradients& ds, uint32_t from, int32_t column,
                                                       const int64_t* rows) {
   // Lane t of four gets keys 8t to 8t + 7 of a query row: 2m and 2m + 1 of those 8 from matrix m.
@@ -76,12 +76,12 @@ __device__ __forceinline__ void store_score_gradients(const ScoreGradients& ds, 
   };
   if (column % 8 == 0) {
     // All rows first: the stores wait for them once then.
-    int64_t elements[4];
+    int64_t elements[kBlocks];
 #pragma unroll
-    for (int block = 0; block < 4; ++block) elements[block] = rows[8 * block + lane / 4];
+    for (int block = 0; block < kBlocks; ++block) elements[block] = rows[8 * block + lane / 4];
     const bool inside = exists(first);
 #pragma unroll
-    for (int block = 0; block < 4; ++block) {
+    for (int block = 0; block < kBlocks; ++block) {
       uint32_t pairs[4];
       load(pairs, block);
       if (!inside || elements[block] == kNoBias) continue;
@@ -89,7 +89,7 @@ __device__ __forceinline__ void store_score_gradients(const ScoreGradients& ds, 
     }
   } else {
 #pragma unroll 1
-    for (int block = 0; block < 4; ++block) {
+    for (int block = 0; block < kBlocks; ++block) {
       uint32_t pairs[4];
       load(pairs, block);
       const int64_t element = rows[8 * block + lane / 4];

@@ -99,10 +99,15 @@ pub(super) fn is_aligned(problem: &FlashAttnVarlenBwd, bias: &Bias) -> bool {
     has_type_of_q(problem, bias) && (bias.keys * bias.dtype.size()).is_multiple_of(16)
 }
 
+/// Whether the operands and logits are those of the kernels for aligned rows of a bias and of those that store dS.
+pub(super) fn has_plain_logits(forward: &Attention) -> bool {
+    forward.q.dtype.size() == 2 && !transforms_logits(forward)
+}
+
 /// The value of the axis `head_dim` of the kernels for aligned rows of a bias, if they are built for calls such as this one.
 pub(super) fn aligned_head_dim(forward: &Attention) -> Option<&'static str> {
     let dim = forward.head_dim.max(forward.value_dim);
-    let is_built = forward.q.dtype.size() == 2 && !transforms_logits(forward);
+    let is_built = has_plain_logits(forward);
     ALIGNED_HEAD_DIMS.iter().find(|(bucket, _)| is_built && *bucket >= dim).map(|(_, value)| *value)
 }
 
@@ -112,9 +117,14 @@ pub(super) fn copy(problem: &FlashAttnVarlenBwd, delta: *mut f32) -> Option<Padd
     let forward = &problem.forward;
     let (bias, dtype) = (forward.score.bias.as_ref()?, forward.q.dtype);
     // The kernel that stores dS of each pair's own bias reads that in any rows.
-    aligned_head_dim(forward).filter(|_| !is_aligned(problem, bias) && stored_dbias(problem).is_none())?;
+    if is_aligned(problem, bias) || stored_dbias(problem).is_some() {
+        return None;
+    }
     let place = place_after_delta(problem, delta, None, PaddedBias::copied_bytes(bias, dtype));
-    PaddedBias::new(bias, dtype, place).filter(PaddedBias::is_copied)
+    let copy = PaddedBias::new(bias, dtype, place).filter(PaddedBias::is_copied)?;
+    // Past the columns of the kernels for aligned rows only those that store dS take it.
+    let sums_ds = || ScoreGradients::of(&with_copy(problem, &copy), Some(&copy), delta).are_summed();
+    (aligned_head_dim(forward).is_some() || sums_ds()).then_some(copy)
 }
 
 /// The place of `bytes` in the workspace after delta of all rows, if it has delta, and after the `copy` of a bias. `None` without room.

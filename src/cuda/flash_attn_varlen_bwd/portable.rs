@@ -189,7 +189,9 @@ mod tests {
     use super::*;
     use crate::cuda::attention::tests::{device, problem};
     use crate::cuda::flash_attn_varlen_bwd::hopper::tests::gradients;
+    use crate::problem::Op;
     use crate::problem::attention::{Bias, KeyRanges, Queries, Score};
+    use crate::problem::workspace::{AttentionSizes, BiasSizes};
     use crate::tensor::DType;
 
     const KERNELS: [(&str, &str); 2] = [(QUERY_KERNEL, "dq"), (KEY_KERNEL, "dkdv")];
@@ -296,6 +298,61 @@ mod tests {
         assert_eq!(kernels(Bias { keys: 24, ..shared }, &[16_002], 0.0), [dq, dkdv, general]);
         assert_eq!(kernels(shared, &[BYTES], 1.0), [dq, dkdv, general]);
         assert_eq!(kernels(Bias { dtype: DType::F32, ..shared }, &[BYTES], 0.0), [dq, dkdv, general]);
+    }
+
+    #[test]
+    fn past_128_columns_ds_of_aligned_and_of_shared_rows_is_stored() {
+        /// What the front-ends allocate for a call.
+        fn recommended(forward: &Attention, bias: &Bias) -> i64 {
+            let Attention { num_q_heads, num_kv_heads, head_dim, value_dim, .. } = *forward;
+            let [num_q_heads, num_kv_heads, head_dim, value_dim, rows] =
+                [num_q_heads, num_kv_heads, head_dim, value_dim, forward.num_rows].map(|size| size as i64);
+            let dtype = forward.q.dtype;
+            let sizes =
+                AttentionSizes { num_q_heads, num_kv_heads, head_dim, value_dim, dtype, batch_invariant: false };
+            let (plain, keys) = (sizes.gradients_workspace(), bias.keys as i64);
+            let is_shared = (bias.seqs, bias.heads) != (forward.max_seqs, forward.num_q_heads);
+            let of_bias = BiasSizes { keys, is_shared, is_masked: false, gradient_rows: rows };
+            let more = sizes.bias_workspace(Op::FlashAttnVarlenBwd, of_bias);
+            let bias_rows = (bias.seqs * bias.heads * bias.rows) as i64;
+            plain.fixed + plain.per_row * rows + plain.per_sequence * 7 + more.fixed + more.per_bias_row * bias_rows
+        }
+        let kernels = |head_dim, bias: Bias, bytes: Option<i64>, softcap| {
+            let mut problem = gradients(head_dim);
+            problem.forward.score = Score { bias: Some(bias), softcap, ..problem.forward.score };
+            let dims = [bytes.unwrap_or_else(|| recommended(&problem.forward, &bias))];
+            problem.dbias = Some(Tensor::dense(bias.dtype, std::ptr::without_provenance_mut(0x1000), &[]));
+            problem.workspace = Some(Tensor::dense(DType::U8, std::ptr::without_provenance_mut(0x1001), &dims));
+            // With the tile of dK and dV for GPUs of 99 KB, and with the large one.
+            let [small, large] = [99, 227].map(|kilobytes| {
+                let device = Device { shared_memory: kilobytes * 1024, ..device(false) };
+                let launches = launches(&problem, device).expect("there are kernels").expect("they take all calls");
+                launches.iter().map(|launch| launch.kernel).collect::<Vec<_>>()
+            });
+            assert_eq!(small, large);
+            small
+        };
+        let own = Bias { data: std::ptr::null(), dtype: DType::BF16, seqs: 7, heads: 4, rows: 9, keys: 16 };
+        let [shared, odd] = [Bias { seqs: 1, ..own }, Bias { keys: 17, ..own }];
+        let odd_shared = Bias { keys: 17, ..shared };
+        let [copy, clear, delta] = ["copy_bias_rows", "attention_bwd_dbias_clear", "attention_bwd_delta"];
+        let [dq, dkdv, from_ds] = ["attention_bwd_dq", "attention_bwd_dkdv", "attention_bwd_dq_from_ds"];
+        let [sum, general] = ["attention_bwd_dbias_sum", "attention_bwd_dbias"];
+        for head_dim in [136, 192, 256] {
+            assert_eq!(kernels(head_dim, own, None, 0.0), [clear, delta, dq, dkdv, from_ds]);
+            assert_eq!(kernels(head_dim, odd, None, 0.0), [clear, dq, dkdv]);
+            assert_eq!(kernels(head_dim, shared, None, 0.0), [delta, dq, dkdv, from_ds, sum]);
+            assert_eq!(kernels(head_dim, odd_shared, None, 0.0), [copy, delta, dq, dkdv, from_ds, sum]);
+            // With room for a copy, but not for dS.
+            for bias in [shared, odd_shared] {
+                assert_eq!(kernels(head_dim, bias, Some(1 << 16), 0.0), [dq, dkdv, general]);
+            }
+            assert_eq!(kernels(head_dim, own, None, 1.0), [dq, dkdv, general]);
+        }
+        assert_eq!(kernels(264, own, None, 0.0), [clear, dq, dkdv]);
+        for bias in [shared, odd_shared] {
+            assert_eq!(kernels(264, bias, Some(1 << 20), 0.0), [dq, dkdv, general]);
+        }
     }
 
     #[test]

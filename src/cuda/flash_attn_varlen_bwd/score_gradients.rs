@@ -1,7 +1,7 @@
 //! dS of pairs of rows and keys in memory: where the kernel for dK and dV stores it, and the kernels that compute dQ and the
 //! gradient of a shared bias from it.
 
-use super::bias::{self, aligned_head_dim, has_type_of_q, is_aligned};
+use super::bias::{self, has_plain_logits, has_type_of_q, is_aligned};
 use super::row_blocks::RowBlocks;
 use super::{Launch, Parameter};
 use crate::cuda::padded_bias::PaddedBias;
@@ -9,7 +9,7 @@ use crate::cuda::params::bias::{DQ_FROM_DS_ROWS, ScoreGradients};
 use crate::cuda::tiles::{ATTENTION_BWD_DQ_FROM_DS, AttentionBwdDqFromDsTile};
 use crate::cuda::variants;
 use crate::error::{Error, Result};
-use crate::problem::attention::Attention;
+use crate::problem::attention::{Attention, Bias};
 use crate::problem::flash_attn_varlen_bwd::FlashAttnVarlenBwd;
 use crate::problem::workspace::{score_gradient_bytes, score_gradient_columns};
 use std::ptr::null_mut;
@@ -25,11 +25,21 @@ impl ScoreGradients {
     pub(super) fn of(call: &FlashAttnVarlenBwd, copy: Option<&PaddedBias>, delta: *mut f32) -> Self {
         let forward = &call.forward;
         let (Some(bias), Some(dbias)) = (&forward.score.bias, &call.dbias) else { return Self::NONE };
-        let has_kernels = aligned_head_dim(forward).is_some() && has_type_of_q(call, bias);
-        if has_kernels && bias::stored_dbias(call).is_some() {
-            return Self { data: dbias.data.cast(), pitch: bias.keys as i32, has_token_rows: 0 };
+        if !has_plain_logits(forward) || !has_type_of_q(call, bias) {
+            return Self::NONE;
         }
-        if !has_kernels || !is_aligned(call, bias) {
+        let ds = if bias::stored_dbias(call).is_some() {
+            Self { data: dbias.data.cast(), pitch: bias.keys as i32, has_token_rows: 0 }
+        } else {
+            Self::in_workspace(call, bias, copy, delta)
+        };
+        if dq_tile(forward, &ds).is_ok() { ds } else { Self::NONE }
+    }
+
+    /// The same with a row of each query head and token, of a bias that sequences or heads share.
+    fn in_workspace(call: &FlashAttnVarlenBwd, bias: &Bias, copy: Option<&PaddedBias>, delta: *mut f32) -> Self {
+        let forward = &call.forward;
+        if !is_aligned(call, bias) {
             return Self::NONE;
         }
         let bytes = score_gradient_bytes(forward.num_q_heads, forward.num_rows, bias.keys);
