@@ -204,7 +204,7 @@ class KeyGradients {
   /// The block of packed query rows from row `first` of the sequence on.
   __device__ __forceinline__ QueryBlock query_block(int32_t first) const {
     const int32_t first_token = segment_.tile.first_token, kv_head = segment_.kv_head;
-    if constexpr (Shape::kHasPlaces)
+    if constexpr (Shape::kStoresDs)
       return QueryBlock::dividing_if_grouped(params_.forward, first_token, first, kv_head);
     return QueryBlock(params_.forward, first_token, first, kv_head);
   }
@@ -227,11 +227,20 @@ class KeyGradients {
       find_places(first + Shape::kBlock);
     } else {
       const QueryBlock block = query_block(first);
-      fetch_queries<T, Shape, Shape::kBlock>(params_, block, count, to, to + Shape::kBlockBytes);
-      if constexpr (Shape::kStagesBias) {
-        staged_bias(stage).fetch([&](int32_t index) {
-          return index < count ? bias_row_of(block.head(index), block.rows.query(index)) : kNoBiasRow;
-        });
+      const auto fetch_bias = [&] {
+        if constexpr (Shape::kStagesBias) {
+          staged_bias(stage).fetch([&](int32_t index) {
+            return index < count ? bias_row_of(block.head(index), block.rows.query(index)) : kNoBiasRow;
+          });
+        }
+      };
+      if constexpr (Shape::kStoresDs) {
+        // The bias first: it is in DRAM, where L2 has the other rows.
+        fetch_bias();
+        fetch_queries_by_warps<T, Shape, Shape::kBlock>(params_, block, count, to, to + Shape::kBlockBytes);
+      } else {
+        fetch_queries<T, Shape, Shape::kBlock>(params_, block, count, to, to + Shape::kBlockBytes);
+        fetch_bias();
       }
     }
     const int32_t index_in_block = stats_row();

@@ -382,5 +382,16 @@ mod tests {
         assert_eq!(named(256, 99, true), "attention_bwd_dkdv_bf16_256_small_softcap_alibi");
         assert_eq!(named(264, 227, false), "attention_bwd_dq_bf16_512_large_none");
         assert_eq!(named(512, 163, true), "attention_bwd_dkdv_bf16_512_small_softcap_alibi");
+        let with_bias = |kilobytes: u32, softcap| {
+            let plain = problem(64, 1, 8, 256);
+            let bias = Bias { data: std::ptr::null(), dtype: plain.q.dtype, seqs: 1, heads: 1, rows: 8, keys: 8 };
+            let problem = Attention { score: Score { bias: Some(bias), softcap, ..plain.score }, ..plain };
+            let device = Device { shared_memory: kilobytes * 1024, ..device(false) };
+            let found = variant(&problem, None, &device, KEY_KERNEL, "dkdv").expect("there is a kernel").0;
+            variants::VARIANTS[found].name
+        };
+        assert_eq!(with_bias(227, 0.0), "attention_bwd_dkdv_bf16_256_bias_large_none");
+        assert_eq!(with_bias(227, 1.0), "attention_bwd_dkdv_bf16_256_bias_large_softcap_alibi");
+        assert_eq!(with_bias(99, 0.0), "attention_bwd_dkdv_bf16_256_bias_softcap_alibi");
     }
 }
