@@ -50,7 +50,7 @@ pub struct BiasWorkspaceSize {
 }
 
 /// The most bytes of the workspace that dS of a call takes, beyond which kernels compute it once more. It is 4 x 16 x 2048 x 2048 pairs
-/// in 16 bits; a GPU of 8 GB can spare no more. Kernels on Hopper do not use it, but programs are traced without a GPU.
+/// in 16 bits; a GPU of 8 GB can spare no more. Up to 128 columns kernels on Hopper do not use it, but programs are traced without a GPU.
 const MAX_SCORE_GRADIENT_BYTES: usize = (512 << 20) + (16 << 20);
 
 /// Columns of a row of dS of a token with `keys` keys of a bias: those of the next multiple of 8 keys, and 8 more, because the row begins
@@ -126,8 +126,8 @@ impl AttentionSizes {
 
     /// What a bias of q's type adds to the size for a call of `op` without a soft cap and `ALiBi`. Kernels on Hopper, and those for
     /// gradients on every GPU, load it in rows of a multiple of 16 bytes; a bias of other rows is copied to such rows in the
-    /// workspace, if that is worth it. Where sequences or heads share it, the kernels for its gradient on other GPUs than Hopper sum dS of
-    /// all pairs from the workspace, up to half a GiB.
+    /// workspace, if that is worth it. Where sequences or heads share it, the kernels for its gradient sum dS of all pairs from
+    /// the workspace, up to half a GiB, up to 128 columns on other GPUs than Hopper alone.
     ///
     /// ```
     /// use xla_attention::ops::workspace::{AttentionSizes, BiasSizes};
