@@ -84,6 +84,12 @@ pub(crate) fn forward_copies_bias(columns: i64, is_shared: bool, is_masked: bool
     is_shared || columns > 128 || (columns > 64 && !is_masked)
 }
 
+/// Whether Hopper's gradients up to 128 columns copy each pair's own bias of rows that TMA does not load, for a call that has the gradient of
+/// that bias: it is copied back, so that the portable kernels, which store it where it belongs, are faster at D 64, and under a causal mask.
+pub(crate) fn gradients_copy_own_bias(columns: i64, is_masked: bool) -> bool {
+    columns > 64 && !is_masked
+}
+
 /// The static values of an attention call on which its workspace size depends.
 #[derive(Clone, Copy, Debug)]
 pub struct AttentionSizes {
@@ -153,7 +159,9 @@ impl AttentionSizes {
             Op::FlashAttnVarlen if !self.batch_invariant && forward_copies_bias(columns, is_shared, is_masked) => {
                 [256, 0]
             }
-            Op::FlashAttnVarlenBwd => [128, if is_shared && gradient_rows > 0 { 256 } else { 0 }],
+            Op::FlashAttnVarlenBwd if gradient_rows == 0 => [128, 0],
+            Op::FlashAttnVarlenBwd if is_shared => [128, 256],
+            Op::FlashAttnVarlenBwd if gradients_copy_own_bias(columns, is_masked) => [128, 0],
             _ => [0, 0],
         };
         let is_up_to = |max: i64| self.dtype.size() == 2 && (1..=max).contains(&columns) && keys >= 1;

@@ -436,10 +436,18 @@ mod on_their_own_gpu {
             runs_kernel(&shared, &format!("hopper_bwd_dbias_bf16_{head_dim} with"));
         }
         // Rows of 301 keys are copied, each by a warp of eight; the batch has two empty sequences more.
-        for (rows, form, head_dim, copied) in [(160, BiasForm::OWN, 96, 3 * 2 * 160), (200, BiasForm::SHARED, 64, 200)]
+        for (rows, form, head_dim, mask, copied) in
+            [(160, BiasForm::OWN, 96, Mask::FULL, 3 * 2 * 160), (200, BiasForm::SHARED, 64, Mask::CAUSAL, 200)]
         {
-            let odd = BatchSpec { head_dim, lengths: vec![(rows, 301)], bias: Some(form), ..base.clone() };
+            let odd = BatchSpec { head_dim, lengths: vec![(rows, 301)], bias: Some(form), mask, ..base.clone() };
             runs_kernel(&odd, &format!("copy_bias_rows with LaunchConfig {{ grid: [{}, 1, 1]", copied / 8));
+        }
+        // The portable kernels store the gradient of each pair's own bias where it belongs.
+        for (head_dim, mask) in [(64, Mask::FULL), (96, Mask::CAUSAL)] {
+            let bias = Some(BiasForm::OWN);
+            let own = BatchSpec { head_dim, lengths: vec![(160, 301)], bias, mask, ..base.clone() };
+            let bucket = if head_dim == 64 { "64" } else { "128" };
+            runs_kernel(&own, &format!("attention_bwd_dq_from_ds_bf16_{bucket}_shifted with"));
         }
         let run_portable = |spec: &BatchSpec, kernels: &[&str]| {
             let layout = portable_workspace(spec);

@@ -36,7 +36,7 @@ def test_jax_has_room_for_the_copy_of_a_bias_in_rows_of_any_length():
     half = (COPY + 256) // 2
     assert {kind: shared[kind] - plain[kind] for kind in own} == {"": half, "_bwd": half + DS}
     causal = workspaces((2, HEADS, LENGTH, LENGTH), is_causal=True)
-    assert {kind: causal[kind] - plain[kind] for kind in own} == {"": 0, "_bwd": COPY}
+    assert causal == plain
 
 
 def test_there_is_room_for_ds_of_a_gradient_up_to_a_limit():

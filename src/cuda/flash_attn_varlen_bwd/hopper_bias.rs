@@ -15,14 +15,19 @@ use crate::cuda::variants;
 use crate::error::{Error, Result};
 use crate::problem::attention::Bias;
 use crate::problem::flash_attn_varlen_bwd::FlashAttnVarlenBwd;
+use crate::problem::workspace::gradients_copy_own_bias;
 use crate::tensor::DType;
 use std::rc::Rc;
 
 /// The call's bias, or its copy at `copy`, if the kernels take it and the gradient that `hopper_bwd` stores: of q's dtype, and such
-/// that TMA supports them.
+/// that TMA supports them. `None` too where the portable kernels are faster than with a copy.
 pub(super) fn of(problem: &FlashAttnVarlenBwd, bias: &Bias, copy: *mut u8) -> Option<PaddedBias> {
-    let loaded = PaddedBias::new(bias, problem.forward.q.dtype, Some(copy))?;
-    bias::stored_dbias(problem).is_none_or(|dbias| loaded.supports_gradient(&dbias)).then_some(loaded)
+    let forward = &problem.forward;
+    let loaded = PaddedBias::new(bias, forward.q.dtype, Some(copy))?;
+    let Some(dbias) = bias::stored_dbias(problem) else { return Some(loaded) };
+    let columns = forward.head_dim.max(forward.value_dim) as i64;
+    let is_faster = !loaded.is_copied() || gradients_copy_own_bias(columns, forward.score.is_masked());
+    (is_faster && loaded.supports_gradient(&dbias)).then_some(loaded)
 }
 
 /// The parameter of `hopper_bwd_*_bias`.

@@ -93,15 +93,16 @@ fn the_kernels_take_what_they_are_built_for() {
 
 #[test]
 fn a_bias_whose_rows_tma_does_not_load_is_copied() {
-    let kernels = |keys, seqs, dtype| {
-        let mut problem = gradients(128);
-        let bias = Bias { data: null(), dtype: DType::BF16, seqs, heads: 4, rows: 9, keys };
-        problem.forward.score.bias = Some(bias);
+    let kernels_of = |head_dim, window_right, keys, seqs, dtype| {
+        let mut problem = gradients(head_dim);
+        let bias = Some(Bias { data: null(), dtype: DType::BF16, seqs, heads: 4, rows: 9, keys });
+        problem.forward.score = Score { window_right, bias, ..problem.forward.score };
         problem.dbias = Some(Tensor::dense(dtype, null_mut(), &[]));
         let launches = HopperBackward::of(&problem, &device(true)).map(|of| of.launches(&problem, device(true)));
         let launches = launches.transpose().expect("there are kernels").unwrap_or_default();
         launches.iter().map(|launch| launch.kernel).collect::<Vec<_>>()
     };
+    let kernels = |keys, seqs, dtype| kernels_of(128, -1, keys, seqs, dtype);
     let (copy, both) = ("copy_bias_rows", ["hopper_bwd_prepare", "hopper_bwd"]);
     let stored = [copy, "attention_bwd_dbias_clear", both[0], both[1], copy];
     assert_eq!(kernels(17, 7, DType::BF16), stored);
@@ -111,6 +112,12 @@ fn a_bias_whose_rows_tma_does_not_load_is_copied() {
         let summed = [copy, both[0], both[1], "hopper_bwd_dbias"];
         assert_eq!(kernels(20, 1, dtype), summed);
         assert_eq!(kernels(24, 1, dtype), summed[1..]);
+    }
+    // Where the portable kernels are faster than two copies.
+    for (head_dim, window_right) in [(64, -1), (128, 0)] {
+        assert_eq!(kernels_of(head_dim, window_right, 17, 7, DType::BF16), [""; 0]);
+        assert_eq!(kernels_of(head_dim, window_right, 16, 7, DType::BF16), stored[1..4]);
+        assert_eq!(kernels_of(head_dim, window_right, 17, 1, DType::BF16)[0], copy);
     }
 }
 
@@ -209,7 +216,7 @@ fn what_the_front_ends_allocate_is_enough() {
                     let copied = Bias { data: null(), dtype, seqs, heads, rows, keys: 1001 };
                     let bytes = Some(PaddedBias::copied_bytes(&copied, dtype));
                     let with_copied_bias = LayoutOptions { bias_bytes: bytes, ..LayoutOptions::default() };
-                    let bias = BiasSizes { keys: 1001, is_shared: false, is_masked: true, gradient_rows: 9 };
+                    let bias = BiasSizes { keys: 1001, is_shared: false, is_masked: true, gradient_rows: 0 };
                     let of_copy = sizes.bias_workspace(Op::FlashAttnVarlenBwd, bias);
                     let copy_bytes = of_copy.fixed + of_copy.per_bias_row * (seqs * heads * rows) as i64;
                     let with_ranges = |keys| LayoutOptions { range_keys: Some(keys), ..LayoutOptions::default() };
