@@ -491,7 +491,7 @@ class KeyGradients {
     static_assert(Shape::kExchanges && Shape::kHeld == 32 && kRows % 8 == 0);
     const int32_t row = ptx::thread() / 32 * kRows;
     uint8_t* const from = shared_ + Shape::kExchangeOffset + Shape::kExchangeMatrix + row * sizeof(T);
-    store_score_gradients<Shape::kExchangePitch, false, T, kRows / 8>(
+    store_score_gradients<Shape::kExchangePitch, false, true, T, kRows / 8>(
         all_params_.ds, ptx::shared_address(from), first_column(all_params_, segment_), ds_rows(stage) + row);
   }
 
@@ -504,8 +504,8 @@ class KeyGradients {
       // Where the warps that share the keys have it too.
       uint8_t* const from = shared_ + Shape::kExchangeOffset + Shape::kExchangeMatrix +
                             warp_row * Shape::kExchangePitch + own_chunk * sizeof(T);
-      store_score_gradients<Shape::kExchangePitch, false, T, kBlocks>(all_params_.ds, ptx::shared_address(from), column,
-                                                                      rows);
+      store_score_gradients<Shape::kExchangePitch, false, !Shape::kHasAlignedBias, T, kBlocks>(
+          all_params_.ds, ptx::shared_address(from), column, rows);
     } else {
       // In place of the bias of these pairs, which the warp has read.
       static_assert(Shape::kChunk == Shape::kWarpRows);
@@ -515,7 +515,7 @@ class KeyGradients {
       __syncwarp();
       stage_score_gradients<T, kPitch>(staged, ds);
       __syncwarp();
-      store_score_gradients<kPitch, true, T>(all_params_.ds, ptx::shared_address(staged), column, rows);
+      store_score_gradients<kPitch, true, false, T>(all_params_.ds, ptx::shared_address(staged), column, rows);
     }
   }
 

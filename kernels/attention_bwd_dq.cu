@@ -5,8 +5,8 @@
 // Compiled once for each combination of
 //   XA_DTYPE     f16, bf16, f32
 //   XA_HEAD_DIM  the bucket: D and Dv up to it run, padded with zeros in shared memory
-//   XA_SHAPE     small; key_ranges, bias, bias_aligned: for rows with bounds of their keys, with a bias
-//                (include/bwd/shape.cuh)
+//   XA_SHAPE     large, small; key_ranges, bias, bias_aligned, bias_large: for rows with bounds of their keys, with a
+//                bias (include/bwd/shape.cuh)
 //   XA_LOGITS    none, softcap_alibi (include/bwd/probabilities.cuh)
 // Launch: kThreads threads, ceil(Tq * group / kHeld) * Hkv CTAs, Shape::kSharedBytes of dynamic shared memory.
 
@@ -324,7 +324,9 @@ class QueryGradients {
       mask<typename Shape::Keys>(p, ds, columns_of, column);
     }
     if constexpr (Shape::kHasBias && !Shape::kHasAlignedBias) {
-      if (all_params_.dq_stores_dbias != 0 && column_warp() == 0) store_dbias_of(ds, warp_row, first, own_chunk, stage);
+      // Without an exchange all warps of these rows have the same scores.
+      const bool stores = all_params_.dq_stores_dbias != 0 && (Shape::kExchanges || column_warp() == 0);
+      if (stores) store_dbias_of(ds, warp_row, first, own_chunk, stage);
     }
     const int32_t first_chunk = 2 * column_warp();
     if constexpr (Shape::kExchanges) {

@@ -4,10 +4,10 @@
 //
 // Compiled once for each combination of
 //   XA_DTYPE     f16, bf16
-//   XA_HEAD_DIM  64, 128, 256: the bucket; D up to it runs, padded with zeros in shared memory
+//   XA_HEAD_DIM  64, 128, 256, 512: the bucket; D up to it runs, padded with zeros in shared memory
 //   XA_ROWS      aligned, shifted: whether rows of dS begin with chunks of 16 bytes, or anywhere
-// Launch: kThreads threads, a CTA per block of kDqFromDsRows packed query rows (RowBlocks) and KV head, the table's
-// dynamic shared memory.
+// Launch: kThreads threads, a CTA per block of kDqFromDsRows packed query rows (RowBlocks), KV head and part of the
+// columns, the table's dynamic shared memory.
 
 #include <type_traits>
 
@@ -32,10 +32,12 @@ namespace xa {
 
 /// Blocks of kKeys keys, of which all but one of kStages are under way. Shared memory: the stages, each dS and then K;
 /// ScoreGradientRow of each row; SequenceSegment.
-template <typename Rows, int kHeadDim_>
-struct DqFromDsShape : tiles::AttentionBwdDqFromDs<Rows, kHeadDim_> {
-  using Config = tiles::AttentionBwdDqFromDs<Rows, kHeadDim_>;
-  static constexpr int kHeadDim = kHeadDim_, kHeld = kDqFromDsRows, kKeys = 64;
+template <typename Rows, int kBucket>
+struct DqFromDsShape : tiles::AttentionBwdDqFromDs<Rows, kBucket> {
+  using Config = tiles::AttentionBwdDqFromDs<Rows, kBucket>;
+  using Config::kKeys;
+  /// Columns of a CTA: one of kParts parts of the bucket, because a thread has no registers for more.
+  static constexpr int kHeadDim = kBucket / Config::kParts, kHeld = kDqFromDsRows;
   /// A warp has 32 rows, and with others of the same rows every so many groups of columns.
   static constexpr int kTiles = 2, kWarpRows = 16 * kTiles, kColumns = kHeadDim / Config::kColumnWarps;
   static constexpr int kThreads = 32 * kHeld / kWarpRows * Config::kColumnWarps;
@@ -63,13 +65,15 @@ class QueryGradientsFromDs {
 
   __device__ __forceinline__ void run() {
     const AttentionParams& forward = params_.forward;
+    if (Shape::kParts > 1 && num_columns() <= 0) return;
     find_key_period<Shape::kThreads>(all_params_, [](int32_t) {});
     if (threadIdx.x == 0) {
       const RowBlocks<Shape::kHeld> blocks(forward.num_tokens * forward.group,
                                            all_params_.query_period * forward.group);
       // Under a mask the last rows come first: if it is causal, they attend to the most keys.
       const bool is_masked = forward.window_left >= 0 || forward.window_right >= 0;
-      const int32_t index = is_masked ? gridDim.x - 1 - blockIdx.x : blockIdx.x, tile = index / forward.num_kv_heads;
+      const int32_t cta = blockIdx.x / Shape::kParts, ctas = gridDim.x / Shape::kParts;
+      const int32_t index = is_masked ? ctas - 1 - cta : cta, tile = index / forward.num_kv_heads;
       segment_.kv_head = index - tile * forward.num_kv_heads;
       segment_.first = blocks.first_row(tile, all_params_.query_blocks_per_turn);
       block_rows() = blocks.count(segment_.first);
@@ -97,6 +101,12 @@ class QueryGradientsFromDs {
     return ptx::thread() / 32 / Shape::kColumnWarps * Shape::kWarpRows;
   }
   static __device__ __forceinline__ int32_t column_warp() { return ptx::thread() / 32 % Shape::kColumnWarps; }
+  /// The CTA's first column, and how many columns of dQ it has.
+  static __device__ __forceinline__ int32_t first_column() { return blockIdx.x % Shape::kParts * Shape::kHeadDim; }
+  __device__ __forceinline__ int32_t num_columns() const {
+    const int32_t columns = params_.forward.head_dim - first_column();
+    return Shape::kParts > 1 ? min(columns, Shape::kHeadDim) : columns;
+  }
   __device__ __forceinline__ ScoreGradientRow* rows() const {
     return reinterpret_cast<ScoreGradientRow*>(shared_ + Shape::kRowsOffset);
   }
@@ -142,22 +152,21 @@ class QueryGradientsFromDs {
     using Grid = ThreadGrid<T, Shape::kHeadDim, Shape::kThreads>;
     const Grid grid;
     const KvSource& source = params_.forward.k;
-    const T* const k = static_cast<const T*>(source.base) + segment_.kv_head * source.head_stride;
+    const T* const k = static_cast<const T*>(source.base) + segment_.kv_head * source.head_stride + first_column();
     const ColumnRange keys = segment_.columns;
 #pragma unroll
     for (int32_t i = 0; i < Shape::kKeys; i += Grid::kStep) {
       const int32_t row = i + grid.row, key = first_key + row;
       const bool exists = key >= keys.begin && key < keys.end;
       const int64_t from = segment_.tile.start_k + (exists ? key : keys.begin);
-      fetch_row<Grid, typename Shape::KeyRows>(to, row, k + from * source.token_stride,
-                                               exists ? params_.forward.head_dim : 0);
+      fetch_row<Grid, typename Shape::KeyRows>(to, row, k + from * source.token_stride, exists ? num_columns() : 0);
     }
   }
 
   /// Computes the rows of the segment one by one.
   __device__ __forceinline__ void compute_few() const {
     const int32_t begin = segment_.tile.first_row, end = begin + segment_.tile.num_rows;
-    const FewRowGradients<Shape, T> gradients(all_params_, segment_, shared_);
+    const FewRowGradients<Shape, T> gradients(all_params_, segment_, shared_, first_column(), num_columns());
 #pragma unroll 1
     for (int32_t row = begin; row < end; ++row) gradients.store(held(), row, rows()[row]);
   }
@@ -188,10 +197,10 @@ class QueryGradientsFromDs {
     with_gradient_type<T>(params_, params_.dq, [&](auto* dq) {
       const auto row_at = [&](int32_t row) {
         const uint32_t token = block.token(row), head = block.head(row);
-        return dq + (static_cast<uint64_t>(token) * num_heads + head) * dim;
+        return dq + (static_cast<uint64_t>(token) * num_heads + head) * dim + first_column();
       };
-      write_rows<T, Shape::kColumnWarps>(dq_, params_.softmax_scale, warp_row(), begin, end, column_warp(), dim,
-                                         row_at);
+      write_rows<T, Shape::kColumnWarps>(dq_, params_.softmax_scale, warp_row(), begin, end, column_warp(),
+                                         num_columns(), row_at);
     });
   }
 

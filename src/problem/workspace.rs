@@ -50,7 +50,8 @@ pub struct BiasWorkspaceSize {
 }
 
 /// The most bytes of the workspace that dS of a call takes, beyond which kernels compute it once more. It is 4 x 16 x 2048 x 2048 pairs
-/// in 16 bits; a GPU of 8 GB can spare no more. Up to 128 columns kernels on Hopper do not use it, but programs are traced without a GPU.
+/// in 16 bits; a GPU of 8 GB can spare no more. Kernels on Hopper up to 128 columns and those of small GPUs past 256 do not use it, but
+/// programs are traced without a GPU.
 const MAX_SCORE_GRADIENT_BYTES: usize = (512 << 20) + (16 << 20);
 
 /// Columns of a row of dS of a token with `keys` keys of a bias: those of the next multiple of 8 keys, and 8 more, because the row begins
@@ -133,7 +134,7 @@ impl AttentionSizes {
     /// What a bias of q's type adds to the size for a call of `op` without a soft cap and `ALiBi`. Kernels on Hopper, and those for
     /// gradients on every GPU, load it in rows of a multiple of 16 bytes; a bias of other rows is copied to such rows in the
     /// workspace, if that is worth it. Where sequences or heads share it, the kernels for its gradient sum dS of all pairs from
-    /// the workspace, up to half a GiB, up to 128 columns on other GPUs than Hopper alone.
+    /// the workspace, up to half a GiB: up to 128 columns on other GPUs than Hopper alone, past 256 on those with 227 KB of shared memory.
     ///
     /// ```
     /// use xla_attention::ops::workspace::{AttentionSizes, BiasSizes};
@@ -160,7 +161,7 @@ impl AttentionSizes {
                 [256, 0]
             }
             Op::FlashAttnVarlenBwd if gradient_rows == 0 => [128, 0],
-            Op::FlashAttnVarlenBwd if is_shared => [128, 256],
+            Op::FlashAttnVarlenBwd if is_shared => [128, MAX_HEAD_DIM],
             Op::FlashAttnVarlenBwd if gradients_copy_own_bias(columns, is_masked) => [128, 0],
             _ => [0, 0],
         };

@@ -155,24 +155,29 @@ fn biases_with_stored_ds_agree_with_the_reference() {
     }
 }
 
-/// The same past 128 columns, where dS of aligned rows and of shared ones is stored if it has room. Sequences begin within blocks of keys, or
-/// all have the rows and keys of the bias and begin with blocks.
+/// The same past 128 columns, where dS of shared rows is stored if it has room. Sequences begin within blocks of keys, or all have the
+/// rows and keys of the bias and begin with blocks.
 #[test]
 fn biases_of_wide_heads_agree_with_the_reference() {
-    for seed in 0..20 {
+    for seed in 0..25 {
         let begin_with_blocks = seed / 2 % 2 == 1;
         let lengths = if begin_with_blocks {
             vec![[(20, 141), (136, 136), (40, 261), (129, 257), (9, 17)][seed % 5]; 3]
         } else {
             vec![(70, 130), (1, [136, 141][seed % 2]), (33, 65), (40, 3), (0, 9), (2, 131)]
         };
+        let dim = [256, 512, 136, 200, 320][seed / 3 % 5];
+        let (head_dim, value_dim) = [(dim, None), (dim, Some(72)), (72, Some(dim))][[0, 0, 2, 0, 1][seed % 5]];
+        let any = biased(seed + seed / 5);
+        let bias = if seed % 2 == 0 { Some(BiasForm::OWN) } else { any.bias };
         let spec = BatchSpec {
             heads: [(4, 1), (2, 2), (3, 3)][seed % 3],
-            head_dim: [256, 192, 136, 200][seed / 3 % 4],
-            value_dim: [None, Some(72)][usize::from(seed % 5 == 4)],
+            head_dim,
+            value_dim,
             lengths,
+            bias,
             leftpad: false,
-            ..biased(seed + seed / 5)
+            ..any
         };
         let plain = [large_workspace(), portable_workspace(&spec)][usize::from(seed % 7 == 5)].clone();
         let memory = if begin_with_blocks {
@@ -472,13 +477,19 @@ mod on_their_own_gpu {
             let from_ds = format!("attention_bwd_dq_from_ds_bf16_{head_dim}_{rows} with");
             run_portable(&own, &["attention_bwd_delta_bf16 with", &dkdv, &from_ds]);
         }
-        for (form, kernels) in [
-            (BiasForm::OWN, ["attention_bwd_delta_bf16 with", "attention_bwd_dq_from_ds_bf16_256_aligned with"]),
-            (BiasForm::SHARED, ["attention_bwd_dbias_sum_bf16 with", "attention_bwd_dq_from_ds_bf16_256_aligned with"]),
-        ] {
-            let wide = BatchSpec { head_dim: 192, lengths: vec![(40, 304)], bias: Some(form), ..base.clone() };
-            let forward = AttentionCase::flash(&wide.batch(), &large_workspace());
-            GradientCase::of_any_results(forward, GradientOptions::ALL).invocation().assert_logs(&gpu, &kernels);
+        for (head_dim, of_dim) in [(192, "256"), (320, "512")] {
+            for (form, keys, rows, other) in [
+                (BiasForm::OWN, 304, "aligned", "attention_bwd_delta_bf16 with"),
+                (BiasForm::OWN, 301, "shifted", "attention_bwd_delta_bf16 with"),
+                (BiasForm::SHARED, 304, "aligned", "attention_bwd_dbias_sum_bf16 with"),
+            ] {
+                let wide = BatchSpec { head_dim, lengths: vec![(40, keys)], bias: Some(form), ..base.clone() };
+                let forward = AttentionCase::flash(&wide.batch(), &large_workspace());
+                let from_ds = format!("attention_bwd_dq_from_ds_bf16_{of_dim}_{rows} with");
+                let dkdv = format!("attention_bwd_dkdv_bf16_{of_dim}_bias_large_none with");
+                let case = GradientCase::of_any_results(forward, GradientOptions::ALL);
+                case.invocation().assert_logs(&gpu, &[other, &dkdv, &from_ds]);
+            }
         }
         let short = vec![(3, 40); 40];
         runs_kernel(

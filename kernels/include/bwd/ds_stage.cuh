@@ -96,11 +96,13 @@ class ShiftedDsStage {
   }
   /// Shifts each row to the beginning of its part of the stage.
   static __device__ __forceinline__ void settle(const ScoreGradientRow* rows, uint32_t stage) {
-    constexpr int kLanes = 32 / Copies::kRows, kParts = Copies::kChunks / kLanes / kAtOnce;
+    constexpr int kLanes = 32 / Copies::kRows, kChunks = Copies::kChunks / kLanes;
+    // Chunks that a lane shifts before it stores them.
+    constexpr int kAtOnce = kChunks < 4 ? kChunks : 4, kParts = kChunks / kAtOnce;
     static_assert(kLanes * kParts * kAtOnce == Copies::kChunks);
     const Copies own;
     const int32_t row = own.first + own.lane / kLanes, shift = shift_of(rows[row]);
-    const uint32_t from = stage + row * kPitch + own.lane % kLanes * kParts * kAtOnce * 16;
+    const uint32_t from = stage + row * kPitch + own.lane % kLanes * kChunks * 16;
     __syncwarp();
 #pragma unroll
     for (int part = 0; part < kParts; ++part) {
@@ -120,9 +122,6 @@ class ShiftedDsStage {
   }
 
  private:
-  /// Chunks that a lane shifts before it stores them.
-  static constexpr int kAtOnce = 4;
-
   /// Which element of its chunk column 0 is.
   static __device__ __forceinline__ int32_t shift_of(const ScoreGradientRow& row) {
     return static_cast<int32_t>(row.element) & 7;

@@ -22,9 +22,10 @@ class FewRowGradients {
   static constexpr int kLanes = Shape::kHeadDim / kElements, kKeys = Shape::kThreads / kLanes, kBatch = 8;
 
  public:
+  /// For `columns` columns from column `first_column` on.
   __device__ __forceinline__ FewRowGradients(const BiasBackwardParams& params, const SequenceSegment& segment,
-                                             uint8_t* memory)
-      : params_(params), segment_(segment), sums_(memory) {}
+                                             uint8_t* memory, int32_t first_column, int32_t columns)
+      : params_(params), segment_(segment), sums_(memory), first_column_(first_column), columns_(columns) {}
 
   /// Stores dQ of row `row` of `block`, of which `of` describes dS. All threads of the CTA call it.
   __device__ __forceinline__ void store(const QueryBlock& block, int32_t row, const ScoreGradientRow& of) const {
@@ -36,7 +37,8 @@ class FewRowGradients {
     const AttentionParams& forward = backward.forward;
     const int64_t place =
         static_cast<int64_t>(block.token(row)) * (forward.num_kv_heads * forward.group) + block.head(row);
-    sums_.template store<T>(backward, backward.dq, 0, place, forward.head_dim, backward.softmax_scale);
+    sums_.template store<T>(backward, backward.dq, 0, place * forward.head_dim + first_column_, columns_,
+                            backward.softmax_scale);
     __syncthreads();
   }
 
@@ -48,7 +50,8 @@ class FewRowGradients {
     const AttentionParams& forward = params_.backward.forward;
     const int32_t column = lane() * kElements;
     const int32_t key_0 = column_of_key_0(params_, segment_.tile.start_k);
-    const T* const k = static_cast<const T*>(forward.k.base) + segment_.kv_head * forward.k.head_stride + column;
+    const T* const k =
+        static_cast<const T*>(forward.k.base) + segment_.kv_head * forward.k.head_stride + first_column_ + column;
     const T* const ds = static_cast<const T*>(params_.ds.data) + of.element;
 #pragma unroll 1
     for (int32_t first = of.begin + static_cast<int32_t>(threadIdx.x) / kLanes; first < of.end;
@@ -58,7 +61,7 @@ class FewRowGradients {
 #pragma unroll
       for (int i = 0; i < kBatch; ++i) {
         const int32_t at = first + i * kKeys;
-        const bool exists = at < of.end && column < forward.head_dim;
+        const bool exists = at < of.end && column < columns_;
         const int64_t token = segment_.tile.start_k + at - key_0;
         keys[i] = exists ? load_chunk<T, kElements>(k + token * forward.k.token_stride) : Chunk<T, kElements>{};
         factors[i] = exists ? ds[at] : T{};
@@ -76,6 +79,7 @@ class FewRowGradients {
   const BiasBackwardParams& params_;
   const SequenceSegment& segment_;
   const RowSums<Shape, kLanes, 1> sums_;
+  const int32_t first_column_, columns_;
 };
 
 }  // namespace xa

@@ -113,21 +113,21 @@ __device__ __forceinline__ void fetch_queries(const BackwardParams& params, cons
   }
 }
 
-/// As `fetch_queries`, where a warp copies a whole row at a time: each lane finds the places of one of its rows.
+/// As `fetch_queries`, where a warp copies 256 columns of a row at a time: each lane finds the places of one of its
+/// rows.
 template <typename T, typename Shape, int kRows>
 __device__ __forceinline__ void fetch_queries_by_warps(const BackwardParams& params, const QueryBlock& block,
                                                        int32_t count, uint32_t queries, uint32_t douts) {
-  using Grid = ThreadGrid<T, Shape::kHeadDim, Shape::kThreads>;
+  constexpr int kColumns = 256;
+  using Grid = ThreadGrid<T, kColumns, Shape::kThreads>;
   constexpr int kStep = Grid::kStep, kAtOnce = 4;
   static_assert(Grid::kLanes == 32 && Grid::kChunks == 32 && kRows % (kAtOnce * kStep) == 0 && kRows <= 32 * kStep);
+  static_assert(Shape::kHeadDim % kColumns == 0);
   const Grid grid;
   const int32_t own = grid.chunk * kStep + grid.row, from = own < min(count, kRows) ? own : 0;
   const int64_t token = block.token(from), head = block.head(from);
   const auto own_q = reinterpret_cast<uint64_t>(q_row_of<T>(params, token, head));
   const auto own_dout = reinterpret_cast<uint64_t>(dout_row_of<T>(params, token, head));
-  const int32_t element = grid.chunk * Grid::kElements;
-  const bool in_q = element < params.forward.head_dim, in_dout = element < params.forward.value_dim;
-  const int32_t q_element = in_q ? element : 0, dout_element = in_dout ? element : 0;
   const uint32_t to = Shape::Rows::offset(grid.row, grid.chunk);
 #pragma unroll
   for (int first = 0; first < kRows / kStep; first += kAtOnce) {
@@ -135,16 +135,22 @@ __device__ __forceinline__ void fetch_queries_by_warps(const BackwardParams& par
     const T *q[kAtOnce], *dout[kAtOnce];
 #pragma unroll
     for (int i = 0; i < kAtOnce; ++i) {
-      q[i] = reinterpret_cast<const T*>(__shfl_sync(~0u, own_q, first + i)) + q_element;
-      dout[i] = reinterpret_cast<const T*>(__shfl_sync(~0u, own_dout, first + i)) + dout_element;
+      q[i] = reinterpret_cast<const T*>(__shfl_sync(~0u, own_q, first + i));
+      dout[i] = reinterpret_cast<const T*>(__shfl_sync(~0u, own_dout, first + i));
     }
 #pragma unroll
-    for (int i = 0; i < kAtOnce; ++i) {
-      const int32_t row = (first + i) * kStep;
-      const bool exists = row + grid.row < count;
-      const uint32_t to_row = Shape::Rows::stepped(to, row);
-      ptx::cp_async_16(queries + to_row, q[i], exists && in_q);
-      ptx::cp_async_16(douts + to_row, dout[i], exists && in_dout);
+    for (int column = 0; column < Shape::kHeadDim; column += kColumns) {
+      const int32_t element = column + grid.chunk * Grid::kElements;
+      const bool in_q = element < params.forward.head_dim, in_dout = element < params.forward.value_dim;
+      const int32_t q_element = in_q ? element : 0, dout_element = in_dout ? element : 0;
+#pragma unroll
+      for (int i = 0; i < kAtOnce; ++i) {
+        const int32_t row = (first + i) * kStep;
+        const bool exists = row + grid.row < count;
+        const uint32_t to_row = Shape::Rows::moved(Shape::Rows::stepped(to, row), 0, column / Grid::kElements);
+        ptx::cp_async_16(queries + to_row, q[i] + q_element, exists && in_q);
+        ptx::cp_async_16(douts + to_row, dout[i] + dout_element, exists && in_dout);
+      }
     }
   }
 }

@@ -2,14 +2,16 @@
 // mask hides a pair, zeros are stored.
 //
 // Rows of query heads and tokens begin with chunks of 8 keys, of which a thread stores all elements. A chunk of which a
-// row attends to no key may never have been stored. Rows that are those of the bias begin anywhere (shifted_bias.cuh
-// stores them unless they begin with chunks), and all their elements have been stored, because dS is its gradient.
+// row attends to no key may never have been stored. Rows that are those of the bias begin anywhere (up to 128 columns
+// shifted_bias.cuh stores them unless they begin with chunks), and all their elements have been stored, because dS is
+// its gradient.
 #pragma once
 
 #include <cstdint>
 
 #include "bwd/row_blocks.cuh"
 #include "bwd/sequence_segment.cuh"
+#include "chunk_window.cuh"
 #include "params/attention.cuh"
 #include "params/bias.cuh"
 #include "ptx.cuh"
@@ -60,10 +62,40 @@ struct ScoreGradientRow {
   }
 };
 
+/// Stores the 32 elements of a row that adjacent lanes of four have, `pairs` 8 each, in columns `column`, any number,
+/// to `column + 31` of the row from `element` on; those do not exist that `exists(column)` says so of, and none with
+/// kNoBias. Lane t has elements 8t to 8t + 7. It stores the chunk of 16 bytes that begins among these, and gets the
+/// rest of it from the next lane. That of the last lane is two parts of chunks, at both ends of the 32 elements.
+template <typename T, typename Exists>
+__device__ __forceinline__ void store_shifted_row(T* data, int64_t element, int32_t column, const uint32_t (&pairs)[4],
+                                                  const Exists& exists) {
+  const int32_t lane = ptx::thread() % 32, part = lane % 4, next = part == 3 ? lane - 3 : lane + 1;
+  const int32_t shift = -static_cast<int32_t>(element + column) & 7;
+  ChunkWindow window = {make_uint4(pairs[0], pairs[1], pairs[2], pairs[3]), {}};
+  window.second = make_uint4(__shfl_sync(~0u, pairs[0], next), __shfl_sync(~0u, pairs[1], next),
+                             __shfl_sync(~0u, pairs[2], next), __shfl_sync(~0u, pairs[3], next));
+  if (element == kNoBias) return;
+  const uint4 chunk = window.from(shift);
+  const int32_t first = column + 8 * part + shift;
+  T* const to = data + element + first;
+  // The last lane's elements from this one on precede those of the first lane's chunk.
+  const int32_t end = part == 3 ? 8 - shift : 8;
+  if (end == 8 && exists(first) && exists(first + 7)) {
+    *reinterpret_cast<uint4*>(to) = chunk;
+    return;
+  }
+  const uint32_t words[4] = {chunk.x, chunk.y, chunk.z, chunk.w};
+#pragma unroll
+  for (int i = 0; i < 8; ++i) {
+    const int32_t offset = i < end ? i : i - 32;
+    if (exists(first + offset)) to[offset] = T{static_cast<uint16_t>(words[i / 2] >> i % 2 * 16)};
+  }
+}
+
 /// Stores dS of 8 kBlocks query rows and 32 keys as 16 bytes per lane and 8 rows. It is in shared memory, a row for
 /// each key, kPitch bytes apart from `from` on; `rows` are the first elements of the query rows. The keys are in
-/// columns `column`, any number, to `column + 31`.
-template <int kPitch, bool kIsSwizzled, typename T, int kBlocks = 4>
+/// columns `column`, any number, to `column + 31`. Unless kIsShifted, query rows begin with chunks.
+template <int kPitch, bool kIsSwizzled, bool kIsShifted, typename T, int kBlocks = 4>
 __device__ __forceinline__ void store_score_gradients(const ScoreGradients& ds, uint32_t from, int32_t column,
                                                       const int64_t* rows) {
   // Lane t of four gets keys 8t to 8t + 7 of a query row: 2m and 2m + 1 of those 8 from matrix m.
@@ -74,7 +106,7 @@ __device__ __forceinline__ void store_score_gradients(const ScoreGradients& ds, 
   const auto load = [&](uint32_t (&pairs)[4], int block) {
     ptx::ldmatrix_x4_trans(pairs, from + key * kPitch + (kIsSwizzled ? block ^ key / 8 : block) * 16);
   };
-  if (column % 8 == 0) {
+  if (column % 8 == 0 && (!kIsShifted || ds.pitch % 8 == 0)) {
     // All rows first: the stores wait for them once then.
     int64_t elements[kBlocks];
 #pragma unroll
@@ -93,6 +125,10 @@ __device__ __forceinline__ void store_score_gradients(const ScoreGradients& ds, 
       uint32_t pairs[4];
       load(pairs, block);
       const int64_t element = rows[8 * block + lane / 4];
+      if constexpr (kIsShifted) {
+        store_shifted_row(data, element, column, pairs, exists);
+        continue;
+      }
       if (element == kNoBias) continue;
 #pragma unroll
       for (int i = 0; i < 8; ++i) {

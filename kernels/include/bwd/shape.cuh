@@ -11,8 +11,8 @@
 //     rows held (2 operands) | kStages blocks of streamed rows (2 operands) | exchanged P, dS | QueryRowStats |
 //     dK/dV: ColumnRange of each key; with bounds of keys (shape_key_ranges), RowRange of each query row |
 //     with a bias (shape_bias): the index of each query row in it, or kHasPlaces: QueryRowPlace of each query row of
-//     two blocks; kStoresDs: where each query row is in dS; kShiftsBias: where the bias of each query row begins |
-//     SequenceSegment | kStagesBias: the bias of kBiasStages blocks (staged_bias.cuh)
+//     two blocks; kStoresDs: where each query row is in dS (score_gradients.cuh); kShiftsBias: where the bias of each
+//     query row begins | SequenceSegment | kStagesBias: the bias of kBiasStages blocks (staged_bias.cuh)
 #pragma once
 
 #include <cstdint>
@@ -52,9 +52,6 @@ struct BackwardShape : tiles::AttentionBwd<Gradient, Shape, sizeof(T), kHeadDim_
   static constexpr bool kShiftsBias = std::is_same_v<Shape, tiles::shape_bias_shifted>;
   /// Whether they begin with chunks (aligned_bias.cuh), or are staged so.
   static constexpr bool kHasAlignedBias = kShiftsBias || std::is_same_v<Shape, tiles::shape_bias_aligned>;
-  /// Whether the kernel stores dS where that has a place (score_gradients.cuh): up to 128 columns the shapes for its
-  /// rows, past that those for every bias, which store exchanged dS.
-  static constexpr bool kStoresDs = kHoldsKeys && (kHasAlignedBias || (kHasBias && sizeof(T) == 2 && kHeadDim == 256));
   using Keys = std::conditional_t<kHasAlignedBias && !kHoldsKeys, KeysOfLanes, KeysInOrder>;
   static constexpr int kWarps = Config::kRowWarps * Config::kColumnWarps, kThreads = 32 * kWarps;
   static constexpr int kWarpRows = 16 * Config::kRowTiles;
@@ -68,6 +65,7 @@ struct BackwardShape : tiles::AttentionBwd<Gradient, Shape, sizeof(T), kHeadDim_
   /// Streamed rows that the CTA processes at a time.
   static constexpr int kAtOnce = kExchanges ? Config::kBlock : Config::kChunk;
   static_assert(kHasBias || !Config::kStagesBias);
+  static_assert(!Config::kStoresDs || (kHoldsKeys && (kHasAlignedBias || (kHasBias && kExchanges))));
   using Rows = SwizzledRows<kRowBytes>;
   using Columns = ColumnGroups<Rows, Config::kColumnWarps>;
 
@@ -97,7 +95,7 @@ struct BackwardShape : tiles::AttentionBwd<Gradient, Shape, sizeof(T), kHeadDim_
   /// Stages of the bias. Where dS takes its place, other warps store that while the bias of the next block is read and
   /// the one after is copied.
   static constexpr int kBiasStages = Config::kStages + (kShiftsBias && !kExchanges ? 1 : 0);
-  static constexpr int kBiasStageRows = kStoresDs ? kBiasStages * Config::kBlock : 0;
+  static constexpr int kBiasStageRows = Config::kStoresDs ? kBiasStages * Config::kBlock : 0;
   /// The elements at which the query rows of each of these stages begin in dS.
   static constexpr int kDsRowsOffset = kPlacesOffset + kPlaces * static_cast<int>(sizeof(Place));
   /// The bytes at which the query rows of each of them begin in the stage.

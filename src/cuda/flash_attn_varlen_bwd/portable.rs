@@ -136,12 +136,14 @@ fn places(device: &Device, ctas_per_sm: u32) -> usize {
 /// The launches of a call; never `None`, because these kernels support every call.
 pub(super) fn launches<'p>(problem: &'p FlashAttnVarlenBwd, device: Device) -> Result<Option<Vec<Launch<'p>>>> {
     let delta = delta(problem);
-    let copy = bias::copy(problem, delta);
+    let original = problem.forward.score.bias.as_ref();
+    let stores_ds =
+        original.is_some() && variant(&problem.forward, Some(SHIFTED_BIAS), &device, KEY_KERNEL, "dkdv")?.1.stores_ds;
+    let copy = bias::copy(problem, delta, stores_ds);
     // The call as the kernels for its gradients see it.
     let call = copy.map_or(*problem, |copy| bias::with_copy(problem, &copy));
-    let ds = ScoreGradients::of(&call, copy.as_ref(), delta);
+    let ds = if stores_ds { ScoreGradients::of(&call, copy.as_ref(), delta) } else { ScoreGradients::NONE };
     let (forward, ranges) = (&call.forward, &call.forward.queries.key_ranges);
-    let original = problem.forward.score.bias.as_ref();
     let all = [call.num_keys, forward.num_rows].map(RowBlocks::of_all);
     let [keys, queries] = original.map_or(all, |original| RowBlocks::of_bias(problem, original));
     let group = forward.num_q_heads / forward.num_kv_heads;
@@ -153,7 +155,8 @@ pub(super) fn launches<'p>(problem: &'p FlashAttnVarlenBwd, device: Device) -> R
         let key_tile = variant(forward, key_shape, &device, KEY_KERNEL, "dkdv")?.1;
         let keys_per_turn = keys.per_turn(forward, key_tile.held(), places(&device, key_tile.ctas_per_sm));
         let queries_per_turn = dq_tile.map_or(1, |tile| {
-            queries.packed(group).per_turn(forward, DQ_FROM_DS_ROWS as usize, places(&device, tile.ctas_per_sm))
+            let places = (places(&device, tile.ctas_per_sm) / tile.parts as usize).max(1);
+            queries.packed(group).per_turn(forward, DQ_FROM_DS_ROWS as usize, places)
         });
         Parameter::Bias(Rc::new(BiasBackwardParams {
             dbias_keys: original.keys as i32,
@@ -301,7 +304,7 @@ mod tests {
     }
 
     #[test]
-    fn past_128_columns_ds_of_aligned_and_of_shared_rows_is_stored() {
+    fn past_128_columns_ds_is_stored_and_past_256_by_large_tiles_alone() {
         /// What the front-ends allocate for a call.
         fn recommended(forward: &Attention, bias: &Bias) -> i64 {
             let Attention { num_q_heads, num_kv_heads, head_dim, value_dim, .. } = *forward;
@@ -317,20 +320,23 @@ mod tests {
             let bias_rows = (bias.seqs * bias.heads * bias.rows) as i64;
             plain.fixed + plain.per_row * rows + plain.per_sequence * 7 + more.fixed + more.per_bias_row * bias_rows
         }
-        let kernels = |head_dim, bias: Bias, bytes: Option<i64>, softcap| {
+        // With the tiles of dQ, dK and dV for GPUs of 99 KB, and with the large ones.
+        let both = |head_dim, bias: Bias, bytes: Option<i64>, softcap| {
             let mut problem = gradients(head_dim);
             problem.forward.score = Score { bias: Some(bias), softcap, ..problem.forward.score };
             let dims = [bytes.unwrap_or_else(|| recommended(&problem.forward, &bias))];
             problem.dbias = Some(Tensor::dense(bias.dtype, std::ptr::without_provenance_mut(0x1000), &[]));
             problem.workspace = Some(Tensor::dense(DType::U8, std::ptr::without_provenance_mut(0x1001), &dims));
-            // With the tile of dK and dV for GPUs of 99 KB, and with the large one.
-            let [small, large] = [99, 227].map(|kilobytes| {
+            [99, 227].map(|kilobytes| {
                 let device = Device { shared_memory: kilobytes * 1024, ..device(false) };
                 let launches = launches(&problem, device).expect("there are kernels").expect("they take all calls");
                 launches.iter().map(|launch| launch.kernel).collect::<Vec<_>>()
-            });
-            assert_eq!(small, large);
-            small
+            })
+        };
+        let kernels = |head_dim, bias, bytes, softcap| {
+            let [small, large] = both(head_dim, bias, bytes, softcap);
+            assert!(small == large || head_dim > 256);
+            large
         };
         let own = Bias { data: std::ptr::null(), dtype: DType::BF16, seqs: 7, heads: 4, rows: 9, keys: 16 };
         let [shared, odd] = [Bias { seqs: 1, ..own }, Bias { keys: 17, ..own }];
@@ -338,9 +344,9 @@ mod tests {
         let [copy, clear, delta] = ["copy_bias_rows", "attention_bwd_dbias_clear", "attention_bwd_delta"];
         let [dq, dkdv, from_ds] = ["attention_bwd_dq", "attention_bwd_dkdv", "attention_bwd_dq_from_ds"];
         let [sum, general] = ["attention_bwd_dbias_sum", "attention_bwd_dbias"];
-        for head_dim in [136, 192, 256] {
+        for head_dim in [136, 192, 256, 264, 512] {
             assert_eq!(kernels(head_dim, own, None, 0.0), [clear, delta, dq, dkdv, from_ds]);
-            assert_eq!(kernels(head_dim, odd, None, 0.0), [clear, dq, dkdv]);
+            assert_eq!(kernels(head_dim, odd, None, 0.0), [clear, delta, dq, dkdv, from_ds]);
             assert_eq!(kernels(head_dim, shared, None, 0.0), [delta, dq, dkdv, from_ds, sum]);
             assert_eq!(kernels(head_dim, odd_shared, None, 0.0), [copy, delta, dq, dkdv, from_ds, sum]);
             // With room for a copy, but not for dS.
@@ -349,9 +355,11 @@ mod tests {
             }
             assert_eq!(kernels(head_dim, own, None, 1.0), [dq, dkdv, general]);
         }
-        assert_eq!(kernels(264, own, None, 0.0), [clear, dq, dkdv]);
+        for bias in [own, odd] {
+            assert_eq!(both(264, bias, None, 0.0)[0], [clear, dq, dkdv]);
+        }
         for bias in [shared, odd_shared] {
-            assert_eq!(kernels(264, bias, Some(1 << 20), 0.0), [dq, dkdv, general]);
+            assert_eq!(both(264, bias, None, 0.0)[0], [dq, dkdv, general]);
         }
     }
 
@@ -382,16 +390,21 @@ mod tests {
         assert_eq!(named(256, 99, true), "attention_bwd_dkdv_bf16_256_small_softcap_alibi");
         assert_eq!(named(264, 227, false), "attention_bwd_dq_bf16_512_large_none");
         assert_eq!(named(512, 163, true), "attention_bwd_dkdv_bf16_512_small_softcap_alibi");
-        let with_bias = |kilobytes: u32, softcap| {
-            let plain = problem(64, 1, 8, 256);
+        let with_bias = |head_dim, kilobytes: u32, softcap, gradient| {
+            let plain = problem(64, 1, 8, head_dim);
             let bias = Bias { data: std::ptr::null(), dtype: plain.q.dtype, seqs: 1, heads: 1, rows: 8, keys: 8 };
             let problem = Attention { score: Score { bias: Some(bias), softcap, ..plain.score }, ..plain };
             let device = Device { shared_memory: kilobytes * 1024, ..device(false) };
-            let found = variant(&problem, None, &device, KEY_KERNEL, "dkdv").expect("there is a kernel").0;
-            variants::VARIANTS[found].name
+            let (kernel, gradient) = KERNELS[usize::from(gradient)];
+            variants::VARIANTS[variant(&problem, None, &device, kernel, gradient).expect("there is a kernel").0].name
         };
-        assert_eq!(with_bias(227, 0.0), "attention_bwd_dkdv_bf16_256_bias_large_none");
-        assert_eq!(with_bias(227, 1.0), "attention_bwd_dkdv_bf16_256_bias_large_softcap_alibi");
-        assert_eq!(with_bias(99, 0.0), "attention_bwd_dkdv_bf16_256_bias_softcap_alibi");
+        assert_eq!(with_bias(256, 227, 0.0, true), "attention_bwd_dkdv_bf16_256_bias_large_none");
+        assert_eq!(with_bias(256, 227, 1.0, true), "attention_bwd_dkdv_bf16_256_bias_large_softcap_alibi");
+        assert_eq!(with_bias(256, 99, 0.0, true), "attention_bwd_dkdv_bf16_256_bias_softcap_alibi");
+        for (gradient, kernel) in [(false, QUERY_KERNEL), (true, KEY_KERNEL)] {
+            assert_eq!(with_bias(512, 227, 0.0, gradient), format!("{kernel}_bf16_512_bias_large_none"));
+            assert_eq!(with_bias(512, 227, 1.0, gradient), format!("{kernel}_bf16_512_bias_softcap_alibi"));
+            assert_eq!(with_bias(512, 163, 0.0, gradient), format!("{kernel}_bf16_512_bias_softcap_alibi"));
+        }
     }
 }

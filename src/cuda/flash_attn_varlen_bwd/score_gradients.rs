@@ -19,21 +19,20 @@ const DQ_KERNEL: &str = "attention_bwd_dq_from_ds";
 impl ScoreGradients {
     pub(super) const NONE: Self = Self { data: null_mut(), pitch: 0, has_token_rows: 0 };
 
-    /// Where the call stores dS, if it has the gradient of a bias of q's type and kernels take it. Where that gradient is dS, it is stored in
-    /// its place; where sequences or heads share the bias, whose rows must begin with chunks then, after `delta` and the `copy` of the bias in
-    /// the workspace, if it has room.
+    /// Where the kernel for dK and dV stores dS, if it can and the call has the gradient of a bias of q's type. Where that gradient is dS, it
+    /// is stored in its place; where sequences or heads share the bias, whose rows must begin with chunks then, after `delta` and the `copy`
+    /// of the bias in the workspace, if it has room.
     pub(super) fn of(call: &FlashAttnVarlenBwd, copy: Option<&PaddedBias>, delta: *mut f32) -> Self {
         let forward = &call.forward;
         let (Some(bias), Some(dbias)) = (&forward.score.bias, &call.dbias) else { return Self::NONE };
         if !has_plain_logits(forward) || !has_type_of_q(call, bias) {
             return Self::NONE;
         }
-        let ds = if bias::stored_dbias(call).is_some() {
+        if bias::stored_dbias(call).is_some() {
             Self { data: dbias.data.cast(), pitch: bias.keys as i32, has_token_rows: 0 }
         } else {
             Self::in_workspace(call, bias, copy, delta)
-        };
-        if dq_tile(forward, &ds).is_ok() { ds } else { Self::NONE }
+        }
     }
 
     /// The same with a row of each query head and token, of a bias that sequences or heads share.
@@ -74,7 +73,7 @@ pub(super) fn dq_launch<'p>(
 ) -> Result<Option<Launch<'p>>> {
     let values = [variants::dtype_value(forward.q.dtype), tile.head_dim_value, tile.rows];
     let variant = variants::find(DQ_KERNEL, &values)?;
-    let ctas = blocks.count(DQ_FROM_DS_ROWS as usize) * forward.num_kv_heads;
+    let ctas = blocks.count(DQ_FROM_DS_ROWS as usize) * forward.num_kv_heads * tile.parts as usize;
     // A warp has 32 rows.
     let threads = DQ_FROM_DS_ROWS as u32 * tile.column_warps;
     bias::launch(DQ_KERNEL, variant, ctas, [threads, tile.shared_bytes], parameter)
