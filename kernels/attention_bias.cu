@@ -31,7 +31,7 @@ __device__ __forceinline__ void attend_tile(const AttentionParams& params, const
   const int32_t warp_row = first_warp_row<Shape>();
   SoftmaxState<Shape::kRowTiles, Shape::kWarpColumns / 8> state;
   fetch_query<Shape, T, T>(params, work, shared, nullptr);
-  const BiasTile<Shape, T> tile(params, bias, work, warp_row, shared);
+  BiasTile<Shape, T> tile(params, bias, work, warp_row, shared);
   const logits_bias<Shape, T> transform(params, tile);
   attend_with_rows<Shape, T, T>(state, params, work, query_rows + Shape::kRingsOffset, warp_row, query_rows, transform);
   const RowWriter<T, false> writer(params, work.tile, work.kv_head);

@@ -9,7 +9,7 @@
 //              |-------|-------|-------|-------|-------|---            of the operand
 //     shared            [       |       |       |       ]              a row's chunks; the row begins at its shift
 //
-// Rows of 1024 bytes leave no shared memory on GPUs that have 99 KB: their bias is read where it is.
+// Rows of 1024 bytes leave no shared memory on GPUs that have 99 KB: their bias is loaded into registers.
 #pragma once
 
 #include <cstdint>
@@ -45,16 +45,25 @@ __device__ __forceinline__ int64_t bias_row(const BiasSource& bias, BiasRowIndex
   return row != kNoBiasRow ? static_cast<int64_t>(row) * static_cast<uint32_t>(bias.keys) : kNoBias;
 }
 
-/// The bias of key `key`, any number, of the row at element `row`.
+/// The bits of the bias of key `key`, any number, of the row at element `row`.
+template <typename E>
+__device__ __forceinline__ uint32_t bias_bits(const BiasSource& bias, int64_t row, int32_t key) {
+  using Bits = std::conditional_t<Element<E>::kIs16Bit, uint16_t, uint32_t>;
+  if (row == kNoBias || static_cast<uint32_t>(key) >= static_cast<uint32_t>(bias.keys)) return 0;
+  return __ldg(static_cast<const Bits*>(bias.data) + row + key);
+}
+/// Their value.
+template <typename E>
+__device__ __forceinline__ float bias_of_bits(uint32_t bits) {
+  if constexpr (Element<E>::kIs16Bit) {
+    return Element<E>::to_f32(E{static_cast<uint16_t>(bits)});
+  } else {
+    return __uint_as_float(bits);
+  }
+}
 template <typename E>
 __device__ __forceinline__ float bias_at(const BiasSource& bias, int64_t row, int32_t key) {
-  if (row == kNoBias || static_cast<uint32_t>(key) >= static_cast<uint32_t>(bias.keys)) return 0.0f;
-  const E* const from = static_cast<const E*>(bias.data) + row + key;
-  if constexpr (Element<E>::kIs16Bit) {
-    return Element<E>::to_f32(E{__ldg(reinterpret_cast<const uint16_t*>(from))});
-  } else {
-    return __ldg(from);
-  }
+  return bias_of_bits<E>(bias_bits<E>(bias, row, key));
 }
 
 /// Calls `function(E{})` with the element type of the bias or of its gradient: f32 with `is_f32`, else T.
@@ -101,7 +110,7 @@ __device__ __forceinline__ float2 load_bias_pair(const E* from) {
 }
 
 /// The bias of the rows of a tile of prefill. In shared memory it has, after Shape::kSharedBytes, the elements of the
-/// tile's rows and their key 0, then the staged rows.
+/// tile's rows and their key 0, then the staged rows, which are in registers where those have no room.
 template <typename Shape, typename T>
 class BiasTile {
   static constexpr int kWarpRows = 16 * Shape::kRowTiles, kKeyTiles = Shape::kKeys / 8;
@@ -117,43 +126,62 @@ class BiasTile {
   __device__ __forceinline__ BiasTile(const AttentionParams& params, const BiasSource& bias, const WorkTile& work,
                                       int32_t warp_row, uint8_t* shared)
       : bias_(bias), shared_(shared + Shape::kSharedBytes) {
-    if (first_warp_column<Shape>() != 0) return;
-    const RowMap map(params, work.tile, work.kv_head);
-    for (int32_t row = warp_row + static_cast<int32_t>(threadIdx.x % 32); row < warp_row + kWarpRows; row += 32) {
-      row_at(row) = row < work.tile.num_rows
-                        ? bias_row(bias, bias_row_index(bias, work.tile.sequence, map.head(row), map.rows.query(row)))
-                        : kNoBias;
+    if (first_warp_column<Shape>() == 0) {
+      const RowMap map(params, work.tile, work.kv_head);
+      for (int32_t row = warp_row + static_cast<int32_t>(threadIdx.x % 32); row < warp_row + kWarpRows; row += 32) {
+        row_at(row) = row < work.tile.num_rows
+                          ? bias_row(bias, bias_row_index(bias, work.tile.sequence, map.head(row), map.rows.query(row)))
+                          : kNoBias;
+      }
     }
-    __syncwarp();
+    if constexpr (kStages || Shape::kColumnWarps == 1) {
+      __syncwarp();
+    } else {
+      __syncthreads();  // All warps of the rows load their bias.
+    }
   }
 
-  /// Starts to stage the bias of the block of keys that begins at `first_key`, in the next cp.async group. All lanes
-  /// have read the block before.
-  __device__ __forceinline__ void fetch(int32_t first_key) const {
-    if constexpr (kStages) {
-      if (first_warp_column<Shape>() != 0) return;
-      with_bias_type<T>(bias_, [&](auto type) { stage<decltype(type)>(first_key); });
-    }
+  /// Starts to stage the bias of the block of keys that begins at `first_key`, in the next cp.async group, or to load
+  /// it. All lanes have read the block before.
+  __device__ __forceinline__ void fetch(int32_t first_key) {
+    with_bias_type<T>(bias_, [&](auto type) {
+      using E = decltype(type);
+      if constexpr (!kStages) {
+        for_pairs([&](int tile, int half, int block, int64_t row, int32_t, int32_t column) {
+          uint32_t (&pair)[2] = loaded_[tile][half][block];
+          for (int i = 0; i < 2; ++i) pair[i] = bias_bits<E>(bias_, row, first_key + column + i);
+        });
+      } else if (first_warp_column<Shape>() == 0) {
+        stage<E>(first_key);
+      }
+    });
   }
-  /// Multiplies the scores of the block by `factor` and adds the bias. It has been staged, and the CTA's threads have
+  /// Multiplies the scores of the block by `factor` and adds the bias. It has been fetched, and the CTA's threads have
   /// passed a barrier since.
   __device__ __forceinline__ void add(float (&scores)[Shape::kRowTiles][kKeyTiles][4], float factor,
                                       int32_t first_key) const {
     with_bias_type<T>(bias_, [&](auto type) {
       using E = decltype(type);
+      const auto add_pairs = [&](const auto& pair_of) {
+        for_pairs([&](int tile, int half, int block, int64_t row, int32_t in_tile, int32_t column) {
+          float (&score)[4] = scores[tile][block];
+          float2 biases;
+          if constexpr (kStages) {
+            biases = pair_of(staged<E>(row, in_tile, first_key) + column);
+          } else {
+            biases = pair_of(loaded_[tile][half][block]);
+          }
+          score[2 * half] = __fmaf_rn(score[2 * half], factor, biases.x);
+          score[2 * half + 1] = __fmaf_rn(score[2 * half + 1], factor, biases.y);
+        });
+      };
       if constexpr (!kStages) {
-        add_pairs(scores, factor, [&](int64_t row, int32_t, int32_t column) {
-          const int32_t key = first_key + column;
-          return make_float2(bias_at<E>(bias_, row, key), bias_at<E>(bias_, row, key + 1));
-        });
+        add_pairs(
+            [](const uint32_t (&pair)[2]) { return make_float2(bias_of_bits<E>(pair[0]), bias_of_bits<E>(pair[1])); });
       } else if (bias_.keys % 2 == 0) {
-        add_pairs(scores, factor, [&](int64_t row, int32_t in_tile, int32_t column) {
-          return load_bias_pair<true>(staged<E>(row, in_tile, first_key) + column);
-        });
+        add_pairs([](const E* pair) { return load_bias_pair<true>(pair); });
       } else {
-        add_pairs(scores, factor, [&](int64_t row, int32_t in_tile, int32_t column) {
-          return load_bias_pair<false>(staged<E>(row, in_tile, first_key) + column);
-        });
+        add_pairs([](const E* pair) { return load_bias_pair<false>(pair); });
       }
     });
   }
@@ -215,10 +243,10 @@ class BiasTile {
     stage_bias_chunk<E>(bias_, chunks_of<E>(row), row_at(row), first_key, chunk);
   }
 
-  /// Adds `pair(row, row of the tile, column)` to `factor` times the scores of two adjacent columns of the block.
-  template <typename Pair>
-  __device__ __forceinline__ void add_pairs(float (&scores)[Shape::kRowTiles][kKeyTiles][4], float factor,
-                                            const Pair& pair) const {
+  /// Calls `visit(tile, half, block, row, row of the tile, column)` for each pair of adjacent columns of the lane's
+  /// scores of a block.
+  template <typename Visit>
+  __device__ __forceinline__ void for_pairs(const Visit& visit) const {
     const Place place;
 #pragma unroll
     for (int tile = 0; tile < Shape::kRowTiles; ++tile) {
@@ -228,10 +256,7 @@ class BiasTile {
         const int64_t row = row_at(in_tile);
 #pragma unroll
         for (int block = 0; block < kKeyTiles; ++block) {
-          const float2 biases = pair(row, in_tile, 8 * block + 2 * (place.lane % 4));
-          float (&score)[4] = scores[tile][block];
-          score[2 * half] = __fmaf_rn(score[2 * half], factor, biases.x);
-          score[2 * half + 1] = __fmaf_rn(score[2 * half + 1], factor, biases.y);
+          visit(tile, half, block, row, in_tile, 8 * block + 2 * (place.lane % 4));
         }
       }
     }
@@ -239,14 +264,15 @@ class BiasTile {
 
   const BiasSource& bias_;
   uint8_t* const shared_;
+  uint32_t loaded_[Shape::kRowTiles][2][kKeyTiles][2];  // unless kStages: the bits of the fetched block
 };
 
 /// Softmax scale, soft cap and ALiBi, then the bias: scores become logits.
 template <typename Shape, typename T>
 struct logits_bias : logits_softcap_alibi {
-  const BiasTile<Shape, T>& bias_;
+  BiasTile<Shape, T>& bias_;
 
-  __device__ __forceinline__ logits_bias(const AttentionParams& params, const BiasTile<Shape, T>& bias)
+  __device__ __forceinline__ logits_bias(const AttentionParams& params, BiasTile<Shape, T>& bias)
       : logits_softcap_alibi(params), bias_(bias) {}
 
   __device__ __forceinline__ float log2_unit() const { return kLog2E; }
