@@ -5,7 +5,7 @@
 use crate::support::{
     Alibi, AttentionCase, BF16, BatchSpec, BiasForm, Dtype, Dtypes, F16, F32, GradientCase, GradientOptions,
     InvalidMetadata, Mask, MemoryLayout, PairwiseOptions, ReferenceCase, YES_OR_NO, assert_calls_match_reference,
-    assert_named_matches_reference, skips_slow_test,
+    assert_named_matches_reference, calls_for_tiles, skips_slow_test,
 };
 
 const DTYPES: [Dtype; 2] = [BF16, F16];
@@ -66,7 +66,7 @@ fn every_pair_agrees_with_the_reference() {
     if skips_slow_test() {
         return;
     }
-    let calls = LONG.calls().into_iter().chain(ALIBI.calls());
+    let calls = calls_for_tiles(LONG.calls().into_iter().chain(ALIBI.calls()));
     assert_calls_match_reference("long", calls, |(_, spec, memory_layout, options)| {
         GradientCase::store(&spec.batch(), &memory_layout, options)
     });
@@ -78,7 +78,8 @@ fn calls_without_options_agree_with_the_reference() {
         return;
     }
     for dtype in DTYPES {
-        for ((head_dim, value_dim), mask) in HEAD_DIMS.into_iter().flat_map(|d| [(d, Mask::FULL), (d, Mask::CAUSAL)]) {
+        let calls = HEAD_DIMS.into_iter().flat_map(|d| [(d, Mask::FULL), (d, Mask::CAUSAL)]);
+        for ((head_dim, value_dim), mask) in calls_for_tiles(calls) {
             let lengths = vec![(129, 129), (6, 77), (90, 460), (300, 270)];
             let value_dim = Some(value_dim);
             let spec = BatchSpec {
@@ -125,7 +126,7 @@ fn split_query_heads_agree_with_the_reference() {
 /// Biases of every form that the fastest kernels take, in rows of a multiple of 16 bytes and in others.
 #[test]
 fn biases_agree_with_the_reference() {
-    for seed in 0..20 {
+    for seed in calls_for_tiles(0..20) {
         assert_biased_matches_reference(&biased(seed), seed, large_workspace().workspace);
     }
 }
@@ -133,7 +134,7 @@ fn biases_agree_with_the_reference() {
 /// The same by the portable kernels on every GPU: the workspace has room for delta and a copy of the bias, but not for dQ in f32.
 #[test]
 fn biases_of_portable_kernels_agree_with_the_reference() {
-    for seed in 0..20 {
+    for seed in calls_for_tiles(0..20) {
         let spec = biased(seed);
         assert_biased_matches_reference(&spec, seed, portable_workspace(&spec).workspace);
     }
@@ -143,7 +144,7 @@ fn biases_of_portable_kernels_agree_with_the_reference() {
 /// do not take few queries per slot in groups of four heads.
 #[test]
 fn biases_with_stored_ds_agree_with_the_reference() {
-    for seed in 0..15 {
+    for seed in calls_for_tiles(0..15) {
         let spec = BatchSpec {
             heads: [(4, 1), (8, 2), (8, 1)][seed % 3],
             lengths: vec![(70, 130), (1, [136, 141][seed % 2]), (33, 65), (40, 3), (0, 9), (2, 131)],
@@ -159,7 +160,7 @@ fn biases_with_stored_ds_agree_with_the_reference() {
 /// rows and keys of the bias and begin with blocks.
 #[test]
 fn biases_of_wide_heads_agree_with_the_reference() {
-    for seed in 0..25 {
+    for seed in calls_for_tiles(0..25) {
         let begin_with_blocks = seed / 2 % 2 == 1;
         let lengths = if begin_with_blocks {
             vec![[(20, 141), (136, 136), (40, 261), (129, 257), (9, 17)][seed % 5]; 3]
@@ -194,7 +195,7 @@ fn biases_of_wide_heads_agree_with_the_reference() {
 /// sequences that begin within blocks, and that are longer than the bias.
 #[test]
 fn biases_of_equal_sequences_agree_with_the_reference() {
-    for seed in 0..20 {
+    for seed in calls_for_tiles(0..20) {
         let spec = BatchSpec {
             heads: [(4, 1), (8, 2), (3, 3)][seed % 3],
             lengths: vec![[(20, 141), (141, 141), (40, 261), (13, 133), (9, 17)][seed % 5]; 3],
@@ -219,7 +220,7 @@ fn biases_of_equal_sequences_agree_with_the_reference() {
 /// Sequences whose last blocks of keys and of packed query rows have one or two, which are computed one after the other.
 #[test]
 fn biases_with_blocks_of_few_rows_agree_with_the_reference() {
-    for seed in 0..15 {
+    for seed in calls_for_tiles(0..15) {
         let spec = BatchSpec {
             heads: [(2, 2), (4, 2), (3, 3)][seed % 3],
             lengths: vec![[(129, 257), (130, 130), (65, 129), (258, 258), (129, 131)][seed % 5]; 1 + seed % 3],

@@ -23,6 +23,12 @@ pub fn has_gradients(dtype: Dtype, head_dim: usize) -> bool {
     dtype != F32 || head_dim <= 256 || shared_memory() > 128 * 1024
 }
 
+/// Calls that are chosen for the tiles of GPU kernels: all of them on a GPU, every seventh on the CPU, whose kernels have tests of their
+/// own. What these tests vary from call to call mostly repeats after 2 to 6 calls, with which seven has no factor in common.
+pub fn calls_for_tiles<Calls: IntoIterator>(calls: Calls) -> impl Iterator<Item = Calls::Item> {
+    calls.into_iter().step_by(if runs_on_cpu() { 7 } else { 1 })
+}
+
 /// Whether to skip a test that takes more than 10 s on the CPU. CI, which sets `CI`, runs every test.
 pub fn skips_slow_test() -> bool {
     let skips = runs_on_cpu() && std::env::var_os("CI").is_none();

@@ -7,7 +7,7 @@ mod on_their_own_gpu;
 use crate::support::{
     ALIBI, AttentionCase, BF16, BatchSpec, Dtypes, F16, F32, InvalidMetadata, KvLayout, Mask, MemoryLayout,
     PairwiseOptions, ReferenceCase, ScaleKind, Side, assert_calls_match_reference, assert_named_matches_reference,
-    for_both_sides, skips_slow_test,
+    calls_for_tiles, for_both_sides, skips_slow_test,
 };
 
 const DTYPES: [Dtypes; 5] =
@@ -87,7 +87,7 @@ fn every_pair_agrees_with_the_reference() {
     if skips_slow_test() {
         return;
     }
-    assert_calls_match_reference("long", LONG.calls(), |(_, spec, memory_layout, _)| {
+    assert_calls_match_reference("long", calls_for_tiles(LONG.calls()), |(_, spec, memory_layout, _)| {
         AttentionCase::flash(&spec.batch(), &memory_layout)
     });
 }
@@ -100,7 +100,8 @@ fn calls_without_options_agree_with_the_reference() {
             _ if dtypes.q == dtypes.out => &HEAD_DIMS,
             _ => &FP8_HEAD_DIMS,
         };
-        for (&(head_dim, value_dim), mask) in head_dims.iter().flat_map(|d| [(d, Mask::FULL), (d, Mask::CAUSAL)]) {
+        let calls = head_dims.iter().flat_map(|d| [(d, Mask::FULL), (d, Mask::CAUSAL)]);
+        for (&(head_dim, value_dim), mask) in calls_for_tiles(calls) {
             let spec = BatchSpec {
                 dtypes,
                 head_dim,
@@ -131,7 +132,7 @@ fn calls_without_options_agree_with_the_reference() {
 
 #[test]
 fn head_dimensions_between_tiles_agree_with_the_reference() {
-    for (index, dims) in head_dims_between_tiles().enumerate() {
+    for (index, dims) in calls_for_tiles(head_dims_between_tiles().enumerate()) {
         let batch = between_tiles(index, dims).batch();
         let contiguous =
             ReferenceCase::assert_matches_reference(&AttentionCase::flash(&batch, &MemoryLayout::contiguous()));
@@ -166,7 +167,8 @@ fn large_scores_agree_with_the_reference() {
 /// The short sequences are few enough that Hopper's prefill computes them too.
 #[test]
 fn short_sequences_among_long_ones_agree_with_the_reference() {
-    for ((head_dim, value_dim), mask) in HEAD_DIMS.into_iter().zip([Mask::CAUSAL, Mask::FULL].into_iter().cycle()) {
+    let calls = HEAD_DIMS.into_iter().zip([Mask::CAUSAL, Mask::FULL].into_iter().cycle());
+    for ((head_dim, value_dim), mask) in calls_for_tiles(calls) {
         let spec = BatchSpec {
             dtypes: BF16.into(),
             head_dim,
@@ -226,11 +228,11 @@ fn batches_of_many_tiles_agree_with_the_reference() {
     let (equal, mixed) = (vec![(200, 200); 10], [(40, 40), (200, 200), (30, 20)].repeat(6));
     let long = vec![(600, 650)];
     let masks = [Mask::CAUSAL, Mask::window(90, 0), Mask::FULL, Mask::CAUSAL, Mask::window(90, 30)];
-    for (index, dims) in HEAD_DIMS.into_iter().enumerate() {
-        for (lengths, shift) in [(&equal, 0), (&mixed, 3), (&long, 1)] {
-            let mask = masks[(index + shift) % masks.len()];
-            assert_batch_matches(BF16.into(), dims, lengths, mask, &MemoryLayout::contiguous());
-        }
+    let batches = [(&equal, 0), (&mixed, 3), (&long, 1)];
+    let calls = HEAD_DIMS.into_iter().enumerate().flat_map(|dims| batches.map(|batch| (dims, batch)));
+    for ((index, dims), (lengths, shift)) in calls_for_tiles(calls) {
+        let mask = masks[(index + shift) % masks.len()];
+        assert_batch_matches(BF16.into(), dims, lengths, mask, &MemoryLayout::contiguous());
     }
 }
 
@@ -239,7 +241,7 @@ fn batches_of_many_tiles_agree_with_the_reference() {
 fn batches_of_many_tiles_over_small_pages_agree_with_the_reference() {
     let (equal, mixed) = (vec![(200, 200); 10], [(40, 40), (200, 700), (30, 20)].repeat(6));
     let masks = [Mask::window(90, 0), Mask::FULL, Mask::CAUSAL];
-    for (index, dims) in HEAD_DIMS.into_iter().chain([(512, 512)]).enumerate() {
+    for (index, dims) in calls_for_tiles(HEAD_DIMS.into_iter().chain([(512, 512)]).enumerate()) {
         let (lengths, page_size) = [(&equal, 1), (&mixed, 12)][index % 2];
         let layout = MemoryLayout::paged(KvLayout::PAGED[index % 2], page_size);
         assert_batch_matches(BF16.into(), dims, lengths, masks[index % masks.len()], &layout);
@@ -256,30 +258,49 @@ fn batches_of_many_fp8_tiles_agree_with_the_reference() {
     let (equal, mixed) = (vec![(200, 410); 12], [(40, 40), (200, 600), (30, 20)].repeat(6));
     let long = vec![(600, 1300)];
     let masks = [Mask::CAUSAL, Mask::window(90, 30), Mask::FULL, Mask::window(90, 0)];
-    for (index, dims) in FP8_HEAD_DIMS.into_iter().enumerate() {
-        for (shift, lengths) in [&equal, &mixed, &long].into_iter().enumerate() {
-            let dtypes = Dtypes::narrow([BF16, F16][shift % 2]);
-            let mask = masks[(index + shift) % masks.len()];
-            assert_batch_matches(dtypes, dims, lengths, mask, &MemoryLayout::contiguous());
-        }
+    let batches = [(&equal, 0), (&mixed, 1), (&long, 2)];
+    let calls = FP8_HEAD_DIMS.into_iter().enumerate().flat_map(|dims| batches.map(|batch| (dims, batch)));
+    for ((index, dims), (lengths, shift)) in calls_for_tiles(calls) {
+        let dtypes = Dtypes::narrow([BF16, F16][shift % 2]);
+        let mask = masks[(index + shift) % masks.len()];
+        assert_batch_matches(dtypes, dims, lengths, mask, &MemoryLayout::contiguous());
     }
 }
 
-/// A call over packed keys, with leftpad, sinks, `seqused_k`, a workspace or starts out of order by `seed`.
-fn assert_cluster_call_matches(seed: u64, spec: BatchSpec, layout: &MemoryLayout) {
-    let spec = BatchSpec { leftpad: seed % 4 == 1, sinks: seed % 3 == 1, seed, ..spec };
-    let memory_layout = MemoryLayout {
-        seqused_k: seed % 4 == 3,
-        workspace: [None, Some(9_000_001)][seed as usize % 2],
-        seed,
-        ..layout.clone()
-    };
-    let mut case = AttentionCase::flash(&spec.batch(), &memory_layout);
-    if seed.is_multiple_of(4) {
-        case.disorder(false, seed);
-        case.compare_with_reference(InvalidMetadata::Clamped);
-    } else {
-        assert_named_matches_reference(&format!("clusters {seed}, {:?}", spec.mask), &mut case);
+/// Lengths and heads of a batch, and its memory.
+type ClusterBatch<'a> = (&'a [(usize, usize)], (usize, usize), &'a MemoryLayout);
+
+/// Calls over packed keys of each D and Dv and of each batch. A call's number decides whether it has leftpad,
+/// sinks, `seqused_k`, a workspace or starts out of order.
+fn assert_cluster_calls_match(dims: &[(usize, usize)], batches: &[ClusterBatch], mask: Mask) {
+    let calls = dims.iter().flat_map(|dims| batches.iter().map(move |batch| (dims, batch)));
+    for (index, (&(head_dim, value_dim), &(lengths, heads, layout))) in calls_for_tiles(calls.enumerate()) {
+        let seed = index as u64 + 1;
+        let spec = BatchSpec {
+            dtypes: [Dtypes::same(BF16), Dtypes::same(F16), Dtypes::wide(BF16, BF16)][seed as usize % 3],
+            heads,
+            head_dim,
+            value_dim: Some(value_dim),
+            lengths: lengths.to_vec(),
+            mask,
+            leftpad: seed % 4 == 1,
+            sinks: seed % 3 == 1,
+            seed,
+            ..BatchSpec::default()
+        };
+        let memory_layout = MemoryLayout {
+            seqused_k: seed % 4 == 3,
+            workspace: [None, Some(9_000_001)][seed as usize % 2],
+            seed,
+            ..layout.clone()
+        };
+        let mut case = AttentionCase::flash(&spec.batch(), &memory_layout);
+        if seed.is_multiple_of(4) {
+            case.disorder(false, seed);
+            case.compare_with_reference(InvalidMetadata::Clamped);
+        } else {
+            assert_named_matches_reference(&format!("clusters {seed}, {mask:?}"), &mut case);
+        }
     }
 }
 
@@ -293,29 +314,15 @@ fn calls_without_a_mask_agree_with_the_reference() {
     let equal = MemoryLayout::contiguous().bare();
     // With 8 rows of no sequence.
     let around = MemoryLayout { rows_around: (3, 5), spare_pages: 7, ..equal.clone() };
-    let mut seed = 0;
-    for (head_dim, value_dim) in [(192, 192), (256, 256), (256, 200), (136, 176), (200, 64), (512, 512), (320, 448)] {
-        for (lengths, heads, layout) in [
-            (&[(128, 250); 5][..], (16, 2), &equal),
-            (&[(256, 200); 4], (4, 1), &equal),
-            // 512 on average.
-            (&[(700, 300), (503, 0), (401, 77), (444, 96)], (16, 1), &equal),
-            (&[(700, 300), (503, 0), (401, 77), (436, 96)], (16, 1), &around),
-        ] {
-            seed += 1;
-            let spec = BatchSpec {
-                dtypes: [Dtypes::same(BF16), Dtypes::same(F16), Dtypes::wide(BF16, BF16), Dtypes::same(BF16)]
-                    [seed as usize % 4],
-                heads,
-                head_dim,
-                value_dim: Some(value_dim),
-                lengths: lengths.to_vec(),
-                mask: Mask::FULL,
-                ..BatchSpec::default()
-            };
-            assert_cluster_call_matches(seed, spec, layout);
-        }
-    }
+    let dims = [(192, 192), (256, 256), (256, 200), (136, 176), (200, 64), (512, 512), (320, 448)];
+    let batches = [
+        (&[(128, 250); 5][..], (16, 2), &equal),
+        (&[(256, 200); 4], (4, 1), &equal),
+        // 512 on average.
+        (&[(700, 300), (503, 0), (401, 77), (444, 96)], (16, 1), &equal),
+        (&[(700, 300), (503, 0), (401, 77), (436, 96)], (16, 1), &around),
+    ];
+    assert_cluster_calls_match(&dims, &batches, Mask::FULL);
 }
 
 /// Causal calls that Hopper computes in clusters of two CTAs: the first tile of a pair ends before the second one, or has no keys.
@@ -327,27 +334,13 @@ fn causal_calls_in_clusters_agree_with_the_reference() {
     let bare = MemoryLayout::contiguous().bare();
     // Rows of K and V of no sequence make the keys four times as many as the rows.
     let spacious = MemoryLayout { spare_pages: 4096, ..bare.clone() };
-    let mut seed = 0;
-    for (head_dim, value_dim) in [(192, 192), (256, 256), (200, 136), (512, 512)] {
-        for (lengths, heads, layout) in [
-            (&[(128, 700); 3][..], (8, 2), &bare),
-            // 128 on average.
-            (&[(130, 900), (1, 70), (253, 1100)], (4, 1), &bare),
-            (&[(512, 512), (512, 200)], (2, 1), &spacious),
-        ] {
-            seed += 1;
-            let spec = BatchSpec {
-                dtypes: [Dtypes::same(BF16), Dtypes::same(F16), Dtypes::wide(BF16, BF16)][seed as usize % 3],
-                heads,
-                head_dim,
-                value_dim: Some(value_dim),
-                lengths: lengths.to_vec(),
-                mask: Mask::CAUSAL,
-                ..BatchSpec::default()
-            };
-            assert_cluster_call_matches(seed, spec, layout);
-        }
-    }
+    let batches = [
+        (&[(128, 700); 3][..], (8, 2), &bare),
+        // 128 on average.
+        (&[(130, 900), (1, 70), (253, 1100)], (4, 1), &bare),
+        (&[(512, 512), (512, 200)], (2, 1), &spacious),
+    ];
+    assert_cluster_calls_match(&[(192, 192), (256, 256), (200, 136), (512, 512)], &batches, Mask::CAUSAL);
 }
 
 /// Long and short sequences in pages that the fused kernel takes.
@@ -364,40 +357,38 @@ fn fused_prefill_and_decode_agrees_with_the_reference() {
         &[(90, 100), (200, 300), (0, 5)],
     ];
     let masks = [Mask::CAUSAL, Mask { window_left: 140, ..Mask::CAUSAL }, Mask::FULL, Mask::window(300, 5)];
-    let mut seed = 0;
-    for dtypes in [Dtypes::same(BF16), Dtypes::same(F16), Dtypes::wide(BF16, BF16)] {
-        for (heads, page_size) in [((8, 2), 16), ((4, 4), 48), ((12, 1), 128), ((32, 1), 16)] {
-            for (mask, lengths) in masks.into_iter().zip(lengths) {
-                seed += 1;
-                let spec = BatchSpec {
-                    dtypes,
-                    heads,
-                    head_dim: 128,
-                    mask,
-                    lengths: lengths.to_vec(),
-                    leftpad: seed % 3 == 0,
-                    sinks: seed % 2 == 0,
-                    scales: [
-                        ScaleKind::None,
-                        ScaleKind::None,
-                        if seed % 5 == 0 { ScaleKind::PerTensor } else { ScaleKind::None },
-                    ],
-                    seed,
-                    ..BatchSpec::default()
-                };
-                let memory_layout = MemoryLayout {
-                    rows_around: (3, 300),
-                    seqused_q: seed % 4 == 1,
-                    workspace: Some([9_000_001, 40_000, 1200][seed as usize % 3]),
-                    seed,
-                    ..MemoryLayout::paged(KvLayout::ALL[1 + seed as usize % 4], page_size)
-                };
-                assert_named_matches_reference(
-                    &format!("fused {seed}"),
-                    &mut AttentionCase::flash(&spec.batch(), &memory_layout),
-                );
-            }
-        }
+    let dtypes = [Dtypes::same(BF16), Dtypes::same(F16), Dtypes::wide(BF16, BF16)];
+    let heads = [((8, 2), 16), ((4, 4), 48), ((12, 1), 128), ((32, 1), 16)];
+    let calls = dtypes.into_iter().flat_map(|dtypes| heads.map(|heads| (dtypes, heads)));
+    let calls = calls.flat_map(|call| masks.into_iter().zip(lengths).map(move |batch| (call, batch)));
+    for (seed, ((dtypes, (heads, page_size)), (mask, lengths))) in calls_for_tiles((1..).zip(calls)) {
+        let spec = BatchSpec {
+            dtypes,
+            heads,
+            head_dim: 128,
+            mask,
+            lengths: lengths.to_vec(),
+            leftpad: seed % 3 == 0,
+            sinks: seed % 2 == 0,
+            scales: [
+                ScaleKind::None,
+                ScaleKind::None,
+                if seed % 5 == 0 { ScaleKind::PerTensor } else { ScaleKind::None },
+            ],
+            seed,
+            ..BatchSpec::default()
+        };
+        let memory_layout = MemoryLayout {
+            rows_around: (3, 300),
+            seqused_q: seed % 4 == 1,
+            workspace: Some([9_000_001, 40_000, 1200][seed as usize % 3]),
+            seed,
+            ..MemoryLayout::paged(KvLayout::ALL[1 + seed as usize % 4], page_size)
+        };
+        assert_named_matches_reference(
+            &format!("fused {seed}"),
+            &mut AttentionCase::flash(&spec.batch(), &memory_layout),
+        );
     }
 }
 
