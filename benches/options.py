@@ -2,7 +2,8 @@
 
 Bounds of keys per row (`k_start`, `k_end`), forward and gradients, over 4 sequences of 4096 tokens, in TFLOP/s that
 count only what the masks leave; gradients count 2.5 times the operations of the forward call. Where another option says
-the same mask, its speed follows. A bias per head over 4 sequences of 2048 and of 2047, both too, in microseconds.
+the same mask, its speed follows. A bias of each pair's own, one matrix per head and one matrix, over 4 sequences of
+2048 and of 2047, both too, in microseconds.
 The last line has all results as JSON.
 """
 
@@ -86,14 +87,18 @@ def bounded(only, dtype, rows):
 
 
 def biased(only, dtype, rows):
-    """Microseconds with a bias per head, forward and gradients, beside those without one."""
+    """Microseconds with a bias that nothing, the sequences, or they and the heads share, forward and gradients."""
     for heads, length in itertools.product(HEADS[:2] + HEADS[3:], BIASED_LENGTHS):
         name = f"bias, {length} tokens, {heads[0]}/{heads[1]} heads of {heads[2]}"
         if only not in name:
             continue
         operands, cu = packed(heads, length, dtype)
-        bias = torch.randn((SEQUENCES, heads[0], length, length), device="cuda", dtype=dtype)
-        times = milliseconds(calls_of(operands, cu, length, {"": {"bias": bias}, " without": {}}))
+        matrices = {"": (SEQUENCES, heads[0]), " per head": (1, heads[0]), " one matrix": (1, 1)}
+        variants = {
+            form: {"bias": torch.randn((*count, length, length), device="cuda", dtype=dtype)}
+            for form, count in matrices.items()
+        }
+        times = milliseconds(calls_of(operands, cu, length, {**variants, " without": {}}))
         report(rows, name, {kind: taken * 1e3 for kind, taken in times.items()}, "us")
 
 
