@@ -162,26 +162,25 @@ class BiasTile {
                                       int32_t first_key) const {
     with_bias_type<T>(bias_, [&](auto type) {
       using E = decltype(type);
-      const auto add_pairs = [&](const auto& pair_of) {
+      const auto add_pair = [&](float (&score)[4], int half, float2 pair) {
+        score[2 * half] = __fmaf_rn(score[2 * half], factor, pair.x);
+        score[2 * half + 1] = __fmaf_rn(score[2 * half + 1], factor, pair.y);
+      };
+      const auto add_staged = [&](auto is_aligned) {
         for_pairs([&](int tile, int half, int block, int64_t row, int32_t in_tile, int32_t column) {
-          float (&score)[4] = scores[tile][block];
-          float2 biases;
-          if constexpr (kStages) {
-            biases = pair_of(staged<E>(row, in_tile, first_key) + column);
-          } else {
-            biases = pair_of(loaded_[tile][half][block]);
-          }
-          score[2 * half] = __fmaf_rn(score[2 * half], factor, biases.x);
-          score[2 * half + 1] = __fmaf_rn(score[2 * half + 1], factor, biases.y);
+          const E* const from = staged<E>(row, in_tile, first_key) + column;
+          add_pair(scores[tile][block], half, load_bias_pair<decltype(is_aligned)::value>(from));
         });
       };
       if constexpr (!kStages) {
-        add_pairs(
-            [](const uint32_t (&pair)[2]) { return make_float2(bias_of_bits<E>(pair[0]), bias_of_bits<E>(pair[1])); });
+        for_pairs([&](int tile, int half, int block, int64_t, int32_t, int32_t) {
+          const uint32_t (&bits)[2] = loaded_[tile][half][block];
+          add_pair(scores[tile][block], half, make_float2(bias_of_bits<E>(bits[0]), bias_of_bits<E>(bits[1])));
+        });
       } else if (bias_.keys % 2 == 0) {
-        add_pairs([](const E* pair) { return load_bias_pair<true>(pair); });
+        add_staged(std::true_type{});
       } else {
-        add_pairs([](const E* pair) { return load_bias_pair<false>(pair); });
+        add_staged(std::false_type{});
       }
     });
   }

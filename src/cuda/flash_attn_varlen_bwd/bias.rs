@@ -112,7 +112,7 @@ pub(super) fn aligned_head_dim(forward: &Attention) -> Option<&'static str> {
 }
 
 /// The copy of the call's bias in the workspace, from `delta` of all rows on, in rows that begin with chunks. `None` if its rows do, if no
-/// kernel needs that, or without room. Whether the kernel for dK and dV can store dS says `stores_ds`.
+/// kernel needs that, or without room. `stores_ds`: whether the kernel for dK and dV can store dS.
 pub(super) fn copy(problem: &FlashAttnVarlenBwd, delta: *mut f32, stores_ds: bool) -> Option<PaddedBias> {
     let forward = &problem.forward;
     let (bias, dtype) = (forward.score.bias.as_ref()?, forward.q.dtype);
