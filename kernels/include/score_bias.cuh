@@ -45,11 +45,14 @@ __device__ __forceinline__ int64_t bias_row(const BiasSource& bias, BiasRowIndex
   return row != kNoBiasRow ? static_cast<int64_t>(row) * static_cast<uint32_t>(bias.keys) : kNoBias;
 }
 
-/// The bits of the bias of key `key`, any number, of the row at element `row`.
+/// Whether the row at element `row` has a bias of key `key`, any number. Where it has none, the bias is 0.
+__device__ __forceinline__ bool has_bias(const BiasSource& bias, int64_t row, int32_t key) {
+  return row != kNoBias && static_cast<uint32_t>(key) < static_cast<uint32_t>(bias.keys);
+}
+/// The bits of the bias of such a key.
 template <typename E>
-__device__ __forceinline__ uint32_t bias_bits(const BiasSource& bias, int64_t row, int32_t key) {
+__device__ __forceinline__ uint32_t load_bias_bits(const BiasSource& bias, int64_t row, int32_t key) {
   using Bits = std::conditional_t<Element<E>::kIs16Bit, uint16_t, uint32_t>;
-  if (row == kNoBias || static_cast<uint32_t>(key) >= static_cast<uint32_t>(bias.keys)) return 0;
   return __ldg(static_cast<const Bits*>(bias.data) + row + key);
 }
 /// Their value.
@@ -63,7 +66,7 @@ __device__ __forceinline__ float bias_of_bits(uint32_t bits) {
 }
 template <typename E>
 __device__ __forceinline__ float bias_at(const BiasSource& bias, int64_t row, int32_t key) {
-  return bias_of_bits<E>(bias_bits<E>(bias, row, key));
+  return has_bias(bias, row, key) ? bias_of_bits<E>(load_bias_bits<E>(bias, row, key)) : 0.0f;
 }
 
 /// Calls `function(E{})` with the element type of the bias or of its gradient: f32 with `is_f32`, else T.
@@ -149,7 +152,10 @@ class BiasTile {
       if constexpr (!kStages) {
         for_pairs([&](int tile, int half, int block, int64_t row, int32_t, int32_t column) {
           uint32_t (&pair)[2] = loaded_[tile][half][block];
-          for (int i = 0; i < 2; ++i) pair[i] = bias_bits<E>(bias_, row, first_key + column + i);
+          for (int i = 0; i < 2; ++i) {
+            const int32_t key = first_key + column + i;
+            pair[i] = has_bias(bias_, row, key) ? load_bias_bits<E>(bias_, row, key) : 0;
+          }
         });
       } else if (first_warp_column<Shape>() == 0) {
         stage<E>(first_key);

@@ -75,9 +75,8 @@ class FewKeyGradients {
       __syncthreads();
       const AttentionParams& forward = params_.forward;
       const int64_t place = static_cast<int64_t>(segment_.first + row) * forward.num_kv_heads + segment_.kv_head;
-      sums_.template store<T>(params_, params_.dk, 0, place * forward.head_dim, forward.head_dim,
-                              params_.softmax_scale);
-      sums_.template store<T>(params_, params_.dv, 1, place * forward.value_dim, forward.value_dim, 1.0f);
+      sums_.template store<T>(params_, params_.dk, 0, place, forward.head_dim, params_.softmax_scale);
+      sums_.template store<T>(params_, params_.dv, 1, place, forward.value_dim, 1.0f);
       __syncthreads();
     }
     ptx::cp_async_wait<0>();  // those of K and V, which the CTA has started before it knew the block

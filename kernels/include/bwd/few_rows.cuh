@@ -3,7 +3,9 @@
 #pragma once
 
 #include <cstdint>
+#include <type_traits>
 
+#include "bwd/gradient_type.cuh"
 #include "bwd/row_sums.cuh"
 #include "bwd/rows.cuh"
 #include "bwd/score_gradients.cuh"
@@ -37,8 +39,12 @@ class FewRowGradients {
     const AttentionParams& forward = backward.forward;
     const int64_t place =
         static_cast<int64_t>(block.token(row)) * (forward.num_kv_heads * forward.group) + block.head(row);
-    sums_.template store<T>(backward, backward.dq, 0, place * forward.head_dim + first_column_, columns_,
-                            backward.softmax_scale);
+    with_gradient_type<T>(backward, backward.dq, [&](auto* to) {
+      for (int32_t column = threadIdx.x; column < columns_; column += Shape::kThreads) {
+        const float sum = sums_.sum(0, column) * backward.softmax_scale;
+        to[place * forward.head_dim + first_column_ + column] = rounded<std::remove_reference_t<decltype(*to)>>(sum);
+      }
+    });
     __syncthreads();
   }
 

@@ -38,21 +38,25 @@ class RowSums {
     }
   }
 
-  /// Stores `factor` times the first `columns` columns of row `row` from element `place` of `gradient` on. All threads
-  /// of the CTA call it.
+  /// Stores `factor` times row `row` as row `place` of `gradient`, which has `dim` columns. All threads of the CTA call
+  /// it.
   template <typename T>
   __device__ __forceinline__ void store(const BackwardParams& params, void* gradient, int row, int64_t place,
-                                        int32_t columns, float factor) const {
+                                        int32_t dim, float factor) const {
     with_gradient_type<T>(params, gradient, [&](auto* to) {
-      for (int32_t column = threadIdx.x; column < columns; column += Shape::kThreads) {
-        float sum = 0.0f;
-#pragma unroll
-        for (int warp = 0; warp < Shape::kThreads / 32; ++warp) {
-          sum += sums_[warp * kPitch + row * Shape::kHeadDim + column];
-        }
-        to[place + column] = rounded<std::remove_reference_t<decltype(*to)>>(sum * factor);
+      for (int32_t column = threadIdx.x; column < dim; column += Shape::kThreads) {
+        to[place * dim + column] = rounded<std::remove_reference_t<decltype(*to)>>(sum(row, column) * factor);
       }
     });
+  }
+  /// The sum of a column of row `row`.
+  __device__ __forceinline__ float sum(int row, int32_t column) const {
+    float sum = 0.0f;
+#pragma unroll
+    for (int warp = 0; warp < Shape::kThreads / 32; ++warp) {
+      sum += sums_[warp * kPitch + row * Shape::kHeadDim + column];
+    }
+    return sum;
   }
 };
 
