@@ -467,10 +467,10 @@ class KeyGradients {
       if constexpr (!kStoresLater) store_shifted_ds(first, stage);
     } else if constexpr (Shape::kStoresDs) {
       if (all_params_.ds.data != nullptr) {
-        if constexpr (Shape::kWarpRows < 32) {
-          store_exchanged_ds(stage);
-        } else {
+        if constexpr (Shape::kHasAlignedBias) {
           store_ds(ds, own_chunk, stage);
+        } else {
+          store_exchanged_ds(stage);
         }
       }
     }
@@ -484,8 +484,7 @@ class KeyGradients {
     aligned_bias(of_bias).store(ds_rows(of_bias), bias_begins(of_bias), keys);
   }
 
-  /// Stores dS of all 32 keys of the CTA and of the warp's part of a stage's query rows, where warps have fewer keys
-  /// than are stored at a time.
+  /// Stores dS of all 32 keys of the CTA and of the warp's part of a stage's query rows.
   __device__ __forceinline__ void store_exchanged_ds(int stage) const {
     constexpr int kRows = Shape::kBlock / Shape::kWarps;
     static_assert(Shape::kExchanges && Shape::kHeld == 32 && kRows % 8 == 0);
@@ -495,7 +494,7 @@ class KeyGradients {
         all_params_.ds, ptx::shared_address(from), first_column(all_params_, segment_), ds_rows(stage) + row);
   }
 
-  /// Stores dS of the warp's keys and of the query rows from `own_chunk` of a stage on.
+  /// Stores dS of the warp's keys and of the query rows from `own_chunk` of a stage on, whose rows begin with chunks.
   __device__ __forceinline__ void store_ds(const Scores& ds, int32_t own_chunk, int stage) const {
     const int32_t warp_row = row_warp() * Shape::kWarpRows;
     const int64_t* const rows = ds_rows(stage) + own_chunk;
@@ -504,8 +503,8 @@ class KeyGradients {
       // Where the warps that share the keys have it too.
       uint8_t* const from = shared_ + Shape::kExchangeOffset + Shape::kExchangeMatrix +
                             warp_row * Shape::kExchangePitch + own_chunk * sizeof(T);
-      store_score_gradients<Shape::kExchangePitch, false, !Shape::kHasAlignedBias, T, kBlocks>(
-          all_params_.ds, ptx::shared_address(from), column, rows);
+      store_score_gradients<Shape::kExchangePitch, false, false, T>(all_params_.ds, ptx::shared_address(from), column,
+                                                                    rows);
     } else {
       // In place of the bias of these pairs, which the warp has read.
       static_assert(Shape::kChunk == Shape::kWarpRows);

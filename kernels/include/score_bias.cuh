@@ -152,6 +152,7 @@ class BiasTile {
       if constexpr (!kStages) {
         for_pairs([&](int tile, int half, int block, int64_t row, int32_t, int32_t column) {
           uint32_t (&pair)[2] = loaded_[tile][half][block];
+#pragma unroll
           for (int i = 0; i < 2; ++i) {
             const int32_t key = first_key + column + i;
             pair[i] = has_bias(bias_, row, key) ? load_bias_bits<E>(bias_, row, key) : 0;

@@ -97,37 +97,22 @@ class ShiftedBiasStage {
   __device__ __forceinline__ void start(float (&scores)[2][kBlocks][4], const AttentionParams& params,
                                         const uint32_t* begins, int32_t column) const {
     const float factor = bias_factor(params);
-    const int32_t lane = ptx::thread() % 32, g = lane / 4, t = lane % 4;
-    const uint32_t from = memory_ + (column + g) * sizeof(T);
-#pragma unroll
-    for (int block = 0; block < kBlocks; ++block) {
-      const uint2 pair = reinterpret_cast<const uint2*>(begins)[4 * block + t];
-#pragma unroll
-      for (int i = 0; i < 8; ++i) {
-        const uint32_t row = from + (i % 2 == 0 ? pair.x : pair.y);
-        const T element = {ptx::load_shared_2(row + i / 2 * 8 * sizeof(T))};
-        scores[i / 4][block][i % 4] = Element<T>::to_f32(element) * factor;
-      }
-    }
+    for_pairs<kBlocks>(begins, column, [&](int block, int keys, uint32_t first, uint32_t second) {
+      float* const x = scores[keys / 2][block] + keys % 2 * 2;
+      x[0] = Element<T>::to_f32(T{ptx::load_shared_2(first)}) * factor;
+      x[1] = Element<T>::to_f32(T{ptx::load_shared_2(second)}) * factor;
+    });
   }
-
   /// Stores dS of the scores that `start` had to where their bias was.
   template <int kBlocks>
   __device__ __forceinline__ void replace(const float (&ds)[2][kBlocks][4], const uint32_t* begins,
                                           int32_t column) const {
-    const int32_t lane = ptx::thread() % 32, g = lane / 4, t = lane % 4;
-    const uint32_t to = memory_ + (column + g) * sizeof(T);
-#pragma unroll
-    for (int block = 0; block < kBlocks; ++block) {
-      const uint2 pair = reinterpret_cast<const uint2*>(begins)[4 * block + t];
-#pragma unroll
-      for (int i = 0; i < 4; ++i) {
-        const float (&x)[4] = ds[i / 2][block];
-        const uint32_t elements = Element<T>::pack(x[i % 2 * 2], x[i % 2 * 2 + 1]);
-        ptx::store_shared_2(to + pair.x + i * 8 * sizeof(T), static_cast<uint16_t>(elements));
-        ptx::store_shared_2(to + pair.y + i * 8 * sizeof(T), static_cast<uint16_t>(elements >> 16));
-      }
-    }
+    for_pairs<kBlocks>(begins, column, [&](int block, int keys, uint32_t first, uint32_t second) {
+      const float* const x = ds[keys / 2][block] + keys % 2 * 2;
+      const uint32_t elements = Element<T>::pack(x[0], x[1]);
+      ptx::store_shared_2(first, static_cast<uint16_t>(elements));
+      ptx::store_shared_2(second, static_cast<uint16_t>(elements >> 16));
+    });
   }
   /// The chunk that has column `column` of the row of dS from element `row` on; null for kNoBias. `ds` is its element
   /// 0.
@@ -167,6 +152,22 @@ class ShiftedBiasStage {
   }
 
  private:
+  /// Calls `visit(block, keys, first, second)` for each pair of the lane's scores, which are of two adjacent query rows
+  /// of block `block` and a key of the `keys`-th 8, with the addresses of their elements.
+  template <int kBlocks, typename Visit>
+  __device__ __forceinline__ void for_pairs(const uint32_t* begins, int32_t column, const Visit& visit) const {
+    const int32_t lane = ptx::thread() % 32, g = lane / 4, t = lane % 4;
+    const uint32_t from = memory_ + (column + g) * sizeof(T);
+#pragma unroll
+    for (int block = 0; block < kBlocks; ++block) {
+      const uint2 pair = reinterpret_cast<const uint2*>(begins)[4 * block + t];
+#pragma unroll
+      for (int keys = 0; keys < 4; ++keys) {
+        const uint32_t of_keys = from + keys * 8 * sizeof(T);
+        visit(block, keys, of_keys + pair.x, of_keys + pair.y);
+      }
+    }
+  }
   /// Which element of its first chunk a row begins with.
   static __device__ __forceinline__ int32_t shift_of(uint32_t row, const uint32_t* begins) {
     return (begins[row] - row * kPitch) / sizeof(T);

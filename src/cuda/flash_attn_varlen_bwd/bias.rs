@@ -112,8 +112,8 @@ pub(super) fn aligned_head_dim(forward: &Attention) -> Option<&'static str> {
 }
 
 /// The copy of the call's bias in the workspace, from `delta` of all rows on, in rows that begin with chunks. `None` if its rows do, if no
-/// kernel needs that, or without room. `stores_ds`: whether the kernel for dK and dV can store dS.
-pub(super) fn copy(problem: &FlashAttnVarlenBwd, delta: *mut f32, stores_ds: bool) -> Option<PaddedBias> {
+/// kernel needs that, or without room. `can_store_ds`: whether the kernel for dK and dV can store dS.
+pub(super) fn copy(problem: &FlashAttnVarlenBwd, can_store_ds: bool, delta: *mut f32) -> Option<PaddedBias> {
     let forward = &problem.forward;
     let (bias, dtype) = (forward.score.bias.as_ref()?, forward.q.dtype);
     // The kernel that stores dS of each pair's own bias reads that in any rows.
@@ -123,7 +123,7 @@ pub(super) fn copy(problem: &FlashAttnVarlenBwd, delta: *mut f32, stores_ds: boo
     let place = place_after_delta(problem, delta, None, PaddedBias::copied_bytes(bias, dtype));
     let copy = PaddedBias::new(bias, dtype, place).filter(PaddedBias::is_copied)?;
     // Past the columns of the kernels for aligned rows only those that store dS take it.
-    let sums_ds = || stores_ds && ScoreGradients::of(&with_copy(problem, &copy), Some(&copy), delta).are_summed();
+    let sums_ds = || ScoreGradients::of(&with_copy(problem, &copy), can_store_ds, Some(&copy), delta).are_summed();
     (aligned_head_dim(forward).is_some() || sums_ds()).then_some(copy)
 }
 

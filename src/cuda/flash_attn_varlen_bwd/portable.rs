@@ -137,12 +137,12 @@ fn places(device: &Device, ctas_per_sm: u32) -> usize {
 pub(super) fn launches<'p>(problem: &'p FlashAttnVarlenBwd, device: Device) -> Result<Option<Vec<Launch<'p>>>> {
     let delta = delta(problem);
     let original = problem.forward.score.bias.as_ref();
-    let stores_ds =
+    let can_store_ds =
         original.is_some() && variant(&problem.forward, Some(SHIFTED_BIAS), &device, KEY_KERNEL, "dkdv")?.1.stores_ds;
-    let copy = bias::copy(problem, delta, stores_ds);
+    let copy = bias::copy(problem, can_store_ds, delta);
     // The call as the kernels for its gradients see it.
     let call = copy.map_or(*problem, |copy| bias::with_copy(problem, &copy));
-    let ds = if stores_ds { ScoreGradients::of(&call, copy.as_ref(), delta) } else { ScoreGradients::NONE };
+    let ds = ScoreGradients::of(&call, can_store_ds, copy.as_ref(), delta);
     let (forward, ranges) = (&call.forward, &call.forward.queries.key_ranges);
     let all = [call.num_keys, forward.num_rows].map(RowBlocks::of_all);
     let [keys, queries] = original.map_or(all, |original| RowBlocks::of_bias(problem, original));

@@ -19,13 +19,13 @@ const DQ_KERNEL: &str = "attention_bwd_dq_from_ds";
 impl ScoreGradients {
     pub(super) const NONE: Self = Self { data: null_mut(), pitch: 0, has_token_rows: 0 };
 
-    /// Where the kernel for dK and dV stores dS, if it can and the call has the gradient of a bias of q's type. Where that gradient is dS, it
-    /// is stored in its place; where sequences or heads share the bias, whose rows must begin with chunks then, after `delta` and the `copy`
-    /// of the bias in the workspace, if it has room.
-    pub(super) fn of(call: &FlashAttnVarlenBwd, copy: Option<&PaddedBias>, delta: *mut f32) -> Self {
+    /// Where the kernel for dK and dV stores dS, if it `can_store` it and the call has the gradient of a bias of q's type. Where that gradient
+    /// is dS, it is stored in its place; where sequences or heads share the bias, whose rows must begin with chunks then, after `delta` and the
+    /// `copy` of the bias in the workspace, if it has room.
+    pub(super) fn of(call: &FlashAttnVarlenBwd, can_store: bool, copy: Option<&PaddedBias>, delta: *mut f32) -> Self {
         let forward = &call.forward;
         let (Some(bias), Some(dbias)) = (&forward.score.bias, &call.dbias) else { return Self::NONE };
-        if !has_plain_logits(forward) || !has_type_of_q(call, bias) {
+        if !can_store || !has_plain_logits(forward) || !has_type_of_q(call, bias) {
             return Self::NONE;
         }
         if bias::stored_dbias(call).is_some() {

@@ -55,8 +55,8 @@ pub struct BiasParams {
     pub bias: BiasSource,
 }
 
-/// dS of pairs of rows and keys in q's type, which `attention_bwd_dkdv_*_bias_aligned` and `_bias_shifted` store for the kernels after
-/// them.
+/// dS of pairs of rows and keys in q's type, which the tiles of `attention_bwd_dkdv` that say `stores_ds` in `variants.toml` store for the
+/// kernels after them.
 ///
 /// A row is one of the bias, with its key 0 in column 0; or one of each query head and token, `[Hq, Tq]`. Then, unless blocks of keys begin
 /// with sequences, column 0 is the last key row of K, a multiple of 8, that is not after the sequence's first one: the chunks of 16 bytes are
