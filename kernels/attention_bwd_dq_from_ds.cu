@@ -85,11 +85,13 @@ class QueryGradientsFromDs {
         forward, segment_, [] { return 0; },
         [&] {
           if (!has_all_score_gradients(all_params_, segment_.tile)) return;
-          describe_rows();
-          if (block_rows() <= kFewRows) return compute_few();
-          clear(dq_);
-          stream();
-          store_gradient();
+          if (block_rows() > kFewRows) {
+            describe_rows();
+            clear(dq_);
+            stream();
+            store_gradient();
+          }
+          compute_single_rows();
         },
         [] {});
   }
@@ -118,21 +120,36 @@ class QueryGradientsFromDs {
   }
   __device__ __forceinline__ int32_t key_0() const { return column_of_key_0(all_params_, segment_.tile.start_k); }
 
-  /// Finds the rows of the segment in dS, if they attend to some key that has a column; the others have none.
+  /// Row `row` of the segment in dS, if it attends to some key that has a column.
+  __device__ __forceinline__ ScoreGradientRow row_of(int32_t row) const {
+    const int32_t position = Held::position(params_.forward, segment_, row);
+    if (position == kNoPosition) return {0, 0, 0};
+    const Visibility visibility(params_.forward, segment_.tile);
+    const QueryBlock block = held();
+    const int32_t query = position - visibility.shift;
+    const int64_t element =
+        score_gradient_row(all_params_, segment_.tile.sequence, block.head(row), query, block.token(row));
+    const int32_t end = element == kNoBias ? 0 : min(visibility.end(query), all_params_.bias.keys);
+    return ScoreGradientRow::of(element, visibility.begin(query), end, key_0());
+  }
+  /// The row of the segment from which on rows are computed one by one: the first one in a block of few rows, else the
+  /// last row of dS if that does not end with a chunk. memcheck takes a copy of a part of this chunk for one of all of
+  /// it, which is not in dS.
+  __device__ __forceinline__ int32_t first_single_row() const {
+    const int32_t begin = segment_.tile.first_row, end = begin + segment_.tile.num_rows;
+    if (block_rows() <= kFewRows) return begin;
+    if (!DsStage::kIsShifted) return end;
+    // Modulo 2^32: another row that is taken for the last one is computed as well.
+    const uint32_t pitch = all_params_.ds.pitch;
+    const uint32_t elements = all_params_.seqs * all_params_.heads * all_params_.bias.rows * pitch;
+    if (elements % 8 == 0) return end;
+    return static_cast<uint32_t>(row_of(end - 1).element) + pitch == elements ? end - 1 : end;
+  }
+  /// Finds the rows of the segment in dS, except those that are computed one by one.
   __device__ __forceinline__ void describe_rows() const {
+    const int32_t end = first_single_row();
     for (int32_t row = ptx::thread(); row < Shape::kHeld; row += Shape::kThreads) {
-      ScoreGradientRow found = {0, 0, 0};
-      const int32_t position = Held::position(params_.forward, segment_, row);
-      if (position != kNoPosition) {
-        const Visibility visibility(params_.forward, segment_.tile);
-        const QueryBlock block = held();
-        const int32_t query = position - visibility.shift;
-        const int64_t element =
-            score_gradient_row(all_params_, segment_.tile.sequence, block.head(row), query, block.token(row));
-        const int32_t end = element == kNoBias ? 0 : min(visibility.end(query), all_params_.bias.keys);
-        found = ScoreGradientRow::of(element, visibility.begin(query), end, key_0());
-      }
-      rows()[row] = found;
+      rows()[row] = row < end ? row_of(row) : ScoreGradientRow{0, 0, 0};
     }
     __syncthreads();
   }
@@ -163,12 +180,13 @@ class QueryGradientsFromDs {
     }
   }
 
-  /// Computes the rows of the segment one by one.
-  __device__ __forceinline__ void compute_few() const {
-    const int32_t begin = segment_.tile.first_row, end = begin + segment_.tile.num_rows;
+  /// Computes the rows of the segment that `stream` leaves out.
+  __device__ __forceinline__ void compute_single_rows() const {
+    const int32_t end = segment_.tile.first_row + segment_.tile.num_rows;
     const FewRowGradients<Shape, T> gradients(all_params_, segment_, shared_, first_column(), num_columns());
+    __syncthreads();  // Other warps may still read stages, whose place the sums take.
 #pragma unroll 1
-    for (int32_t row = begin; row < end; ++row) gradients.store(held(), row, rows()[row]);
+    for (int32_t row = first_single_row(); row < end; ++row) gradients.store(held(), row, row_of(row));
   }
 
   /// Adds up dQ over the keys of the segment.

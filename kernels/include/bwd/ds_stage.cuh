@@ -30,6 +30,7 @@ class AlignedDsStage {
   using Copies = WarpRows<kHeld, kKeys, kThreads>;
 
  public:
+  static constexpr bool kIsShifted = false;
   static constexpr int kBytes = kHeld * Rows::kPitch;
 
   /// Operand A of `accumulate`: the rows from `first_row` on of the stage at shared address `stage`.
@@ -71,6 +72,7 @@ class ShiftedDsStage {
   static constexpr int kPitch = 2 * kKeys + 16;
 
  public:
+  static constexpr bool kIsShifted = true;
   static constexpr int kBytes = kHeld * kPitch;
 
   struct Operand : SharedOperand<kKeys, kPitch> {
