@@ -234,13 +234,12 @@ class KeyGradients {
           });
         }
       };
-      if constexpr (Shape::kStoresDs) {
-        // The bias first: it is in DRAM, where L2 has the other rows.
-        fetch_bias();
+      // The bias first: it is in DRAM, where L2 has the other rows.
+      fetch_bias();
+      if constexpr (Shape::kHeadDim % 256 == 0 && Element<T>::kIs16Bit) {
         fetch_queries_by_warps<T, Shape, Shape::kBlock>(params_, block, count, to, to + Shape::kBlockBytes);
       } else {
         fetch_queries<T, Shape, Shape::kBlock>(params_, block, count, to, to + Shape::kBlockBytes);
-        fetch_bias();
       }
     }
     const int32_t index_in_block = stats_row();

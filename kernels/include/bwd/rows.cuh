@@ -120,7 +120,7 @@ __device__ __forceinline__ void fetch_queries_by_warps(const BackwardParams& par
                                                        int32_t count, uint32_t queries, uint32_t douts) {
   constexpr int kColumns = 256;
   using Grid = ThreadGrid<T, kColumns, Shape::kThreads>;
-  constexpr int kStep = Grid::kStep, kAtOnce = 4;
+  constexpr int kStep = Grid::kStep, kAtOnce = kRows < 4 * kStep ? kRows / kStep : 4;
   static_assert(Grid::kLanes == 32 && Grid::kChunks == 32 && kRows % (kAtOnce * kStep) == 0 && kRows <= 32 * kStep);
   static_assert(Shape::kHeadDim % kColumns == 0);
   const Grid grid;
