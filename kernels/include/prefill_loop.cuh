@@ -22,6 +22,11 @@ template <typename LogitsTransform, typename = void>
 constexpr bool kFetchesBlocks = false;
 template <typename LogitsTransform>
 constexpr bool kFetchesBlocks<LogitsTransform, std::void_t<decltype(&LogitsTransform::fetch_block)>> = true;
+/// Whether each warp fetches its rows' part of the next block, as soon as it has transformed the scores of this one.
+template <typename LogitsTransform, typename = void>
+constexpr bool kFetchesByWarps = false;
+template <typename LogitsTransform>
+constexpr bool kFetchesByWarps<LogitsTransform, std::enable_if_t<LogitsTransform::kFetchesByWarps>> = true;
 
 /// Streams the keys of the work tile through the CTA's ring of kStages blocks and updates `state`. Every warp copies
 /// kKeysPerLoad rows of each block. The warp's query rows begin at row `warp_row` of the tile, whose copies to shared
@@ -38,6 +43,9 @@ __device__ __forceinline__ void attend_with_rows(State& state, const AttentionPa
   // K and V of a block are separate cp.async groups. At this many pending groups the oldest block's next operand is
   // there.
   constexpr int kPending = 2 * kStages - 2;
+  // What a transform fetches by warps is a group of its own after K.
+  constexpr bool kFetchesNext = kFetchesByWarps<LogitsTransform>;
+  static_assert(!kFetchesNext || kStages == 1);
   // K's next copies should start as early as possible, but starting them while the scores are live takes registers.
   constexpr int kAccumulators = Shape::kRowTiles * 4 * (Shape::kKeys + Shape::kWarpColumns) / 8;
   constexpr bool kRefillsEarly = kAccumulators <= (Element<T>::kIs16Bit ? 144 : 72);
@@ -115,13 +123,17 @@ __device__ __forceinline__ void attend_with_rows(State& state, const AttentionPa
       }
     }
     if constexpr (!kRefillsEarly) refill_keys();
+    if constexpr (kFetchesNext) {
+      if (next < work.keys.end) transform.fetch_block(next);
+      ptx::cp_async_commit();
+    }
     Math::accumulate(state.output, scores, values(stage) + first_column * static_cast<int32_t>(sizeof(Stored)), params);
 
     // After this barrier V's stage is free and the next block of K has arrived.
-    ptx::cp_async_wait<kPending>();
+    ptx::cp_async_wait<kPending + (kFetchesNext ? 1 : 0)>();
     __syncthreads();
     if (next < work.keys.end) load_values(stage, next, next_slot);
-    if constexpr (kFetchesBlocks<LogitsTransform>) {
+    if constexpr (kFetchesBlocks<LogitsTransform> && !kFetchesNext) {
       if (next < work.keys.end) transform.fetch_block(next);
     }
     ptx::cp_async_commit();

@@ -124,6 +124,11 @@ class BiasTile {
   static_assert(Shape::kStages == 1, "the next block is staged when this one has been computed");
 
  public:
+  /// Whether each warp stages the next block of the rows that it alone reads before the product P V. At D 64 it costs
+  /// more instructions there than are waited for otherwise.
+  static constexpr bool kStagesEarly =
+      kStages && Shape::kColumnWarps == 1 && !(Element<T>::kIs16Bit && Shape::kWarpColumns <= 64);
+
   /// Each warp finds its own rows, which begin at row `warp_row` of the tile; of warps with the same rows the first
   /// one.
   __device__ __forceinline__ BiasTile(const AttentionParams& params, const BiasSource& bias, const WorkTile& work,
@@ -159,6 +164,7 @@ class BiasTile {
           }
         });
       } else if (first_warp_column<Shape>() == 0) {
+        if constexpr (kStagesEarly) __syncwarp();
         stage<E>(first_key);
       }
     });
@@ -223,19 +229,21 @@ class BiasTile {
   __device__ __forceinline__ void stage(int32_t first_key) const {
     constexpr int kElements = 16 / static_cast<int>(sizeof(E)), kChunks = Shape::kKeys / kElements;
     constexpr int kRowsPerStep = 32 / kChunks;
-    static_assert(32 % kChunks == 0);
+    static_assert(32 % kChunks == 0 && kWarpRows % kRowsPerStep == 0);
     const Place place;
     const int32_t chunk = place.lane % kChunks, first_row = place.row + place.lane / kChunks;
-    if (bias_.keys % kElements == 0) {  // Every row begins and ends with a chunk.
-      const int32_t key = first_key + chunk * kElements;
-      const bool inside = key < bias_.keys;
-      const E* const data = static_cast<const E*>(bias_.data) + (inside ? key : 0);
-      const uint32_t to = ptx::shared_address(chunks_of<E>(first_row)) + chunk * 16;
-#pragma unroll 4
-      for (int32_t row = 0; row < kWarpRows; row += kRowsPerStep) {
-        const int64_t begin = row_at(first_row + row);
-        const bool exists = inside && begin != kNoBias;
-        ptx::cp_async_16(to + row * kPitch<E>, data + (exists ? begin : 0), exists);
+    // Every row begins and ends with a chunk, or all chunks of the block end before their rows do.
+    const bool is_aligned = bias_.keys % kElements == 0;
+    if (is_aligned || first_key + Shape::kKeys + kElements <= bias_.keys) {
+      const bool inside = !is_aligned || first_key + chunk * kElements < bias_.keys;
+      constexpr int kAtOnce = kWarpRows < 4 * kRowsPerStep ? kWarpRows / kRowsPerStep : 4;
+#pragma unroll 1
+      for (int32_t row = 0; row < kWarpRows; row += kAtOnce * kRowsPerStep) {
+        stage_whole_chunks<E, kAtOnce>(first_row + row, kRowsPerStep, chunk, first_key, inside);
+      }
+#pragma unroll 1
+      for (int32_t row = is_aligned ? kWarpRows : place.lane; row < kWarpRows; row += 32) {
+        stage_whole_chunks<E, 1>(place.row + row, 0, kChunks, first_key, true);
       }
       return;
     }
@@ -243,6 +251,26 @@ class BiasTile {
     for (int32_t row = 0; row < kWarpRows; row += kRowsPerStep) stage_chunk<E>(first_row + row, chunk, first_key);
 #pragma unroll 1
     for (int32_t row = place.lane; row < kWarpRows; row += 32) stage_chunk<E>(place.row + row, kChunks, first_key);
+  }
+  /// Starts to copy chunk `chunk` of `kCount` rows, from row `first_row` of the tile on and `step` apart, or to store
+  /// zeros unless it is `inside`.
+  template <typename E, int kCount>
+  __device__ __forceinline__ void stage_whole_chunks(int32_t first_row, int32_t step, int32_t chunk, int32_t first_key,
+                                                     bool inside) const {
+    constexpr int kElements = 16 / static_cast<int>(sizeof(E));
+    const uint64_t data = reinterpret_cast<uint64_t>(bias_.data) + chunk * 16;
+    // All rows first: ptxas puts three instructions between a load from shared memory and a copy.
+    int64_t begins[kCount];
+#pragma unroll
+    for (int i = 0; i < kCount; ++i) begins[i] = row_at(first_row + i * step);
+    const uint32_t to = ptx::shared_address(chunks_of<E>(first_row)) + chunk * 16;
+#pragma unroll
+    for (int i = 0; i < kCount; ++i) {
+      // Of kNoBias it is in the first row, because that is INT64_MIN.
+      const auto from = static_cast<uint64_t>(begins[i] + first_key) & ~static_cast<uint64_t>(kElements - 1);
+      ptx::cp_async_16(to + i * step * kPitch<E>, reinterpret_cast<const void*>(data + from * sizeof(E)),
+                       inside && static_cast<int32_t>(begins[i] >> 32) != static_cast<int32_t>(kNoBias >> 32));
+    }
   }
   template <typename E>
   __device__ __forceinline__ void stage_chunk(int32_t row, int32_t chunk, int32_t first_key) const {
@@ -276,6 +304,7 @@ class BiasTile {
 /// Softmax scale, soft cap and ALiBi, then the bias: scores become logits.
 template <typename Shape, typename T>
 struct logits_bias : logits_softcap_alibi {
+  static constexpr bool kFetchesByWarps = BiasTile<Shape, T>::kStagesEarly;
   BiasTile<Shape, T>& bias_;
 
   __device__ __forceinline__ logits_bias(const AttentionParams& params, BiasTile<Shape, T>& bias)

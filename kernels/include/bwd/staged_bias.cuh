@@ -39,27 +39,33 @@ class StagedBias {
       using E = decltype(type);
       constexpr int kElements = 16 / static_cast<int>(sizeof(E)), kChunks = kKeys / kElements;
       constexpr int kRowsPerStep = Shape::kThreads / kChunks;
-      static_assert(Shape::kThreads % kChunks == 0 && kRows % kRowsPerStep == 0);
+      static_assert(Shape::kThreads % kChunks == 0 && kRows % kRowsPerStep == 0 && kRows <= Shape::kThreads);
       const int32_t thread = ptx::thread();
-      if (((source_.keys | first_key_) & (kElements - 1)) != 0) {
-#pragma unroll 1
-        for (int32_t item = thread; item < kRows * (kChunks + 1); item += Shape::kThreads) {
-          const int32_t index = item / (kChunks + 1);
-          stage_bias_chunk<E>(source_, memory<E>(index), bias_row(source_, row_of(index)), first_key_,
-                              item - index * (kChunks + 1));
-        }
+      // Every row begins and ends with a chunk, or all chunks of the block lie in their rows.
+      const bool is_aligned = ((source_.keys | first_key_) & (kElements - 1)) == 0;
+      if (is_aligned || (first_key_ >= 0 && first_key_ + kKeys + kElements <= source_.keys)) {
+        const auto copy = [&](int32_t index, int32_t chunk, bool inside) {
+          const BiasRowIndex row = row_of(index);
+          const uint64_t element = static_cast<uint64_t>(row) * static_cast<uint32_t>(source_.keys) + first_key_;
+          const uint64_t from = (element & ~static_cast<uint64_t>(kElements - 1)) * sizeof(E) + chunk * 16;
+          ptx::cp_async_16(ptx::shared_address(memory<E>(index) + 16 * chunk),
+                           reinterpret_cast<const void*>(reinterpret_cast<uint64_t>(source_.data) + from),
+                           inside && row != kNoBiasRow);
+        };
+        // The last chunks first: otherwise ptxas spills in dQ at 128 columns.
+        if (!is_aligned && thread < kRows) copy(thread, kChunks, true);
+        const int32_t chunk = thread % kChunks;
+        const bool inside =
+            !is_aligned || static_cast<uint32_t>(first_key_ + chunk * kElements) < static_cast<uint32_t>(source_.keys);
+#pragma unroll 4
+        for (int32_t index = thread / kChunks; index < kRows; index += kRowsPerStep) copy(index, chunk, inside);
         return;
       }
-      // Every row begins and ends with a chunk.
-      const int32_t chunk = thread % kChunks, key = first_key_ + chunk * kElements;
-      const bool inside = static_cast<uint32_t>(key) < static_cast<uint32_t>(source_.keys);
-#pragma unroll 4
-      for (int32_t index = thread / kChunks; index < kRows; index += kRowsPerStep) {
-        const BiasRowIndex row = row_of(index);
-        const bool exists = inside && row != kNoBiasRow;
-        const int64_t element = static_cast<int64_t>(row) * static_cast<uint32_t>(source_.keys) + key;
-        ptx::cp_async_16(ptx::shared_address(memory<E>(index) + 16 * chunk),
-                         static_cast<const E*>(source_.data) + (exists ? element : 0), exists);
+#pragma unroll 1
+      for (int32_t item = thread; item < kRows * (kChunks + 1); item += Shape::kThreads) {
+        const int32_t index = item / (kChunks + 1);
+        stage_bias_chunk<E>(source_, memory<E>(index), bias_row(source_, row_of(index)), first_key_,
+                            item - index * (kChunks + 1));
       }
     });
   }
