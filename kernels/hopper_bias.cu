@@ -2,8 +2,9 @@
 // (include/hopper/bias.cuh). docs/dev/kernels/bias.md explains what differs.
 //
 // Compiled once for each combination of
-//   XA_DTYPE     f16, bf16: of q, K, V and the bias
-//   XA_HEAD_DIM  the bucket: D and Dv up to it are padded with zeros in shared memory
+//   XA_DTYPE     f16, bf16: of q, K, V, and of the bias unless it is f32
+//   XA_HEAD_DIM  the bucket: D and Dv up to it are padded with zeros in shared memory; `_shifted`: for rows of the bias
+//                that begin anywhere, and `_f32_bias`: for one of f32 (include/hopper/shifted_bias.cuh)
 // Launch: as hopper_prefill.
 
 #include "element.cuh"
@@ -24,7 +25,7 @@ constexpr bool kHasOneStep = Shape::kHeadDim > 128;
 extern "C" __global__ void __launch_bounds__(Shape::kThreads, Shape::kCtasPerSm)
     XA_ENTRY(const __grid_constant__ xa::HopperBiasParams params) {
   extern __shared__ uint8_t shared[];
-  if (threadIdx.x == 64) xa::hopper::ptx::prefetch_tensormap(params.bias);
+  if (!Shape::kShiftsBias && threadIdx.x == 64) xa::hopper::ptx::prefetch_tensormap(params.bias);
   xa::hopper::prefill<Shape, T, xa::hopper::logits_bias, kHasOneStep>(params.prefill,
                                                                       xa::hopper::InitialTiles::one_per_cta(), shared);
 }

@@ -79,10 +79,10 @@ pub struct BiasSizes {
     pub gradient_rows: i64,
 }
 
-/// Whether a forward call with up to `columns` columns per head copies a bias for the kernel that loads it. A copy of each pair's own
-/// takes as long as that kernel gains at D 64, and at D 128 under a causal mask, which hides half of the pairs.
-pub(crate) fn forward_copies_bias(columns: i64, is_shared: bool, is_masked: bool) -> bool {
-    is_shared || columns > 128 || (columns > 64 && !is_masked)
+/// Whether a forward call with up to `columns` columns per head copies a bias for the kernel that loads it by TMA. Up to 128 columns there
+/// are kernels that take each pair's own in any rows, of which a copy takes as long as it saves.
+pub(crate) fn forward_copies_bias(columns: i64, is_shared: bool) -> bool {
+    is_shared || columns > 128
 }
 
 /// Whether Hopper's gradients up to 128 columns copy each pair's own bias of rows that TMA does not load, for a call that has the gradient of
@@ -157,9 +157,7 @@ impl AttentionSizes {
         let columns = self.head_dim.max(self.value_dim);
         // Of the kernels that take the copy, and of those that store dS, which take it too.
         let [max_columns, max_ds_columns] = match op {
-            Op::FlashAttnVarlen if !self.batch_invariant && forward_copies_bias(columns, is_shared, is_masked) => {
-                [256, 0]
-            }
+            Op::FlashAttnVarlen if !self.batch_invariant && forward_copies_bias(columns, is_shared) => [256, 0],
             Op::FlashAttnVarlenBwd if gradient_rows == 0 => [128, 0],
             Op::FlashAttnVarlenBwd if is_shared => [128, MAX_HEAD_DIM],
             Op::FlashAttnVarlenBwd if gradients_copy_own_bias(columns, is_masked) => [128, 0],

@@ -53,11 +53,11 @@ fn biases_over_several_blocks_agree_with_the_reference() {
     }
 }
 
-/// Biases of q's type over several tiles of Hopper's kernel, in rows of a multiple of 16 bytes and in others, which are copied where
-/// the workspace has room.
+/// Biases of q's type and of f32 over several tiles of Hopper's kernels, in rows of a multiple of 16 bytes and in others, some of which are
+/// copied where the workspace has room.
 #[test]
 fn biases_of_long_sequences_agree_with_the_reference() {
-    for seed in 0..20 {
+    for seed in 0..28 {
         let dtypes = [Dtypes::same(BF16), Dtypes::same(F16), Dtypes::wide(BF16, BF16)][seed % 3];
         let keys = [400, 401, 304, 402, 397][seed / 4 % 5];
         let spec = BatchSpec {
@@ -66,7 +66,7 @@ fn biases_of_long_sequences_agree_with_the_reference() {
             head_dim: [64, 128, 256, 40, 192][seed % 5],
             lengths: vec![(150, 150), (1, keys), (270, 290), (140, 12), (0, 9), (9, 200)],
             mask: [Mask::FULL, Mask::CAUSAL, Mask::window(90, 30), Mask::CAUSAL.top_left()][seed / 3 % 4],
-            bias: Some(BiasForm::OF_QUERY_TYPE[seed / 5 % 5]),
+            bias: Some(BiasForm { dtype: (seed % 7 > 3).then_some(F32), ..BiasForm::OF_QUERY_TYPE[seed / 5 % 5] }),
             leftpad: seed % 4 == 1,
             sinks: seed % 3 == 1,
             seed: seed as u64,
@@ -234,25 +234,36 @@ fn dbias_changes_no_other_gradient() {
 
 #[cfg(feature = "cuda")]
 mod on_their_own_gpu {
-    use super::{AttentionCase, BF16, BatchSpec, BiasForm, F16, Mask, MemoryLayout};
+    use super::{AttentionCase, BF16, BatchSpec, BiasForm, F16, F32, Mask, MemoryLayout};
     use crate::support::device::Gpu;
+
+    const F32_OWN: BiasForm = BiasForm { dtype: Some(F32), ..BiasForm::OWN };
 
     /// Run under compute-sanitizer's slower tools: short, with a call of every kernel.
     #[test]
     fn tuned_kernels_with_a_bias_are_chosen() {
         let Some(gpu) = Gpu::with_tuned_kernels_or_skip() else { return };
         for (dtype, name) in [(BF16, "bf16"), (F16, "f16")] {
-            for head_dim in [64, 128, 256] {
-                let (dtypes, lengths, bias) = (dtype.into(), vec![(300, 504)], Some(BiasForm::OWN));
+            let kernels = [
+                (64, 504, BiasForm::OWN, "64"),
+                (64, 501, BiasForm::OWN, "64_shifted"),
+                (64, 501, F32_OWN, "64_f32_bias"),
+                (128, 504, BiasForm::OWN, "128"),
+                (128, 501, BiasForm::OWN, "128_shifted"),
+                (128, 504, F32_OWN, "128_f32_bias"),
+                (256, 504, BiasForm::OWN, "256"),
+            ];
+            for (head_dim, keys, bias, kernel) in kernels {
+                let (dtypes, lengths, bias) = (dtype.into(), vec![(300, keys)], Some(bias));
                 let spec = BatchSpec { dtypes, heads: (4, 2), head_dim, lengths, bias, ..BatchSpec::default() };
                 AttentionCase::flash(&spec.batch(), &MemoryLayout::contiguous())
                     .invocation()
-                    .assert_logs(&gpu, &[&format!("hopper_bias_{name}_{head_dim} with")]);
+                    .assert_logs(&gpu, &[&format!("hopper_bias_{name}_{kernel} with")]);
             }
         }
         // Rows of 501 keys are copied, each by a warp of eight: 299 of four heads and of three sequences, of which two are empty.
         let (dtypes, lengths, bias) = (BF16.into(), vec![(299, 501)], Some(BiasForm::OWN));
-        let base = BatchSpec { mask: Mask::FULL, heads: (4, 2), head_dim: 128, ..BatchSpec::default() };
+        let base = BatchSpec { mask: Mask::FULL, heads: (4, 2), head_dim: 256, ..BatchSpec::default() };
         let spec = BatchSpec { dtypes, lengths, bias, ..base };
         let layout = MemoryLayout { workspace: Some(4_000_001), ..MemoryLayout::contiguous() };
         let call = AttentionCase::flash(&spec.batch(), &layout).invocation();

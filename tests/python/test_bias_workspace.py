@@ -13,6 +13,7 @@ from xla_attention.torch import _flash_attn_varlen, _flash_attn_varlen_bwd
 
 HEADS, LENGTH, HEAD_DIM = 12, 197, 128
 COPY = 256 + 2 * 2 * HEADS * LENGTH * 200  # of [2, HEADS, LENGTH, LENGTH] in 16 bits
+SHARED_COPY = 256 + 2 * HEADS * LENGTH * 200  # of [1, HEADS, LENGTH, LENGTH]
 DS = 256 + 2 * 2 * HEADS * LENGTH * 208  # of as many pairs
 
 
@@ -32,9 +33,8 @@ def workspaces(bias_shape, bias_dtype=jnp.bfloat16, **options):
 def test_jax_has_room_for_the_copy_of_a_bias_in_rows_of_any_length():
     plain = workspaces((2, HEADS, LENGTH, LENGTH), jnp.float32)
     own, shared = workspaces((2, HEADS, LENGTH, LENGTH)), workspaces((1, HEADS, LENGTH, LENGTH))
-    assert {kind: own[kind] - plain[kind] for kind in own} == {"": COPY, "_bwd": COPY}
-    half = (COPY + 256) // 2
-    assert {kind: shared[kind] - plain[kind] for kind in own} == {"": half, "_bwd": half + DS}
+    assert {kind: own[kind] - plain[kind] for kind in own} == {"": 0, "_bwd": COPY}
+    assert {kind: shared[kind] - plain[kind] for kind in own} == {"": SHARED_COPY, "_bwd": SHARED_COPY + DS}
     causal = workspaces((2, HEADS, LENGTH, LENGTH), is_causal=True)
     assert causal == plain
 
@@ -53,12 +53,12 @@ def test_there_is_room_for_ds_of_a_gradient_up_to_a_limit():
     assert size(rows, (1, HEADS, 1024, 1024)) == 0
 
 
-@pytest.mark.parametrize(("softcap", "room"), [(0.0, COPY), (2.0, 0)])
-def test_torch_has_room_for_the_copy_of_a_bias_in_rows_of_any_length(softcap, room):
+@pytest.mark.parametrize("softcap", [0.0, 2.0])
+def test_torch_has_room_for_the_copy_of_a_bias_in_rows_of_any_length(softcap):
     q = torch.zeros((2 * LENGTH, HEADS, HEAD_DIM), dtype=torch.bfloat16)
     cu = torch.tensor([0, LENGTH, 2 * LENGTH], dtype=torch.int32)
     options = (LENGTH, LENGTH, 0.125, False, -1, -1, softcap)
-    bias = torch.zeros((2, HEADS, LENGTH, LENGTH), dtype=torch.bfloat16)
+    own = torch.zeros((2, HEADS, LENGTH, LENGTH), dtype=torch.bfloat16)
 
     def size(call):
         (size,) = call.workspace.result(call.target).shape
@@ -70,7 +70,11 @@ def test_torch_has_room_for_the_copy_of_a_bias_in_rows_of_any_length(softcap, ro
         backward = _flash_attn_varlen_bwd._lower(q, q, q, q, q, lse, cu, cu, *options, bias=bias)
         return size(forward), size(backward)
 
-    assert sizes(bias) == tuple(size + room for size in sizes(None))
+    def room(bias):
+        return tuple(size - plain for size, plain in zip(sizes(bias), sizes(None), strict=True))
+
+    assert room(own) == ((0, COPY) if softcap == 0.0 else (0, 0))
+    assert room(own[:1]) == ((SHARED_COPY, SHARED_COPY) if softcap == 0.0 else (0, 0))
 
 
 def test_a_symbolic_number_of_rows_is_counted_and_one_of_keys_is_not():
@@ -81,5 +85,5 @@ def test_a_symbolic_number_of_rows_is_counted_and_one_of_keys_is_not():
         return _library.workspace(*static, 2 * LENGTH, 2, _library.CopiedBias(bias_shape, False))
 
     plain = _library.workspace(*static, 2 * LENGTH, 2)
-    assert size((2, HEADS, rows, LENGTH)) == plain + 256 + 400 * (2 * HEADS * rows)
-    assert size((2, HEADS, LENGTH, keys)) == plain
+    assert size((1, HEADS, rows, LENGTH)) == plain + 256 + 400 * (HEADS * rows)
+    assert size((1, HEADS, LENGTH, keys)) == plain

@@ -16,15 +16,22 @@
 
 namespace xa::hopper {
 
-/// The logits transform of calls with a bias: `add_bias` makes logits in base 2 of scores.
+/// The logits transform of calls with a bias: `add_bias` makes logits of scores.
 struct logits_bias : logits_none {
   using logits_none::logits_none;
-  static __device__ __forceinline__ float factor(const AttentionParams& params, int32_t) { return params.score_factor; }
-  __device__ __forceinline__ float log2_unit() const { return 1.0f; }
+  static __device__ __forceinline__ float factor(const AttentionParams& params, int32_t = 0) {
+    return params.score_factor * kLn2;
+  }
+  __device__ __forceinline__ float log2_unit() const { return kLog2E; }
 };
 
 /// Bytes of a row of an atom column of a stage, which has 64 keys.
 constexpr int32_t kBiasRowBytes = 128;
+
+/// The matrix of a tile's bias.
+__device__ __forceinline__ int32_t bias_matrix(const BiasSource& bias, const PrefillTile& tile) {
+  return tile.work.tile.sequence * bias.seq_matrices + tile.work.kv_head * bias.head_matrices;
+}
 
 /// Loads the bias of the blocks of all tiles of the CTA. Executed by a warp.
 template <typename Shape>
@@ -40,7 +47,7 @@ __device__ __forceinline__ void load_bias(const HopperPrefillParams& params, con
     const BiasTile& tile = pipeline.tile(tile_state);
     has_tile = tile.work.tile.num_rows > Shape::kNoRows;
     if (has_tile && is_leader) {
-      const int32_t matrix = tile.work.tile.sequence * biased.seq_matrices + tile.work.kv_head * biased.head_matrices;
+      const int32_t matrix = bias_matrix(biased.source, tile);
 #pragma unroll 1
       for (int32_t block = tile.end_block - 1; block >= tile.first_block; --block, ++block_count) {
         const PipelineState<Shape::kBiasStages> state(block_count);
@@ -59,7 +66,7 @@ __device__ __forceinline__ void load_bias(const HopperPrefillParams& params, con
   }
 }
 
-/// Scales the scores of a warp's 16 rows and adds their bias, the CTA's block number `block_count`: logits in base 2.
+/// Scales the scores of a warp's 16 rows and adds their bias, the CTA's block number `block_count`.
 template <typename Shape, typename T, int kKeyTiles>
 __device__ __forceinline__ void add_bias(const Pipeline<Shape>& pipeline, float (&scores)[kKeyTiles][4], float factor,
                                          int32_t block_count) {
@@ -79,8 +86,8 @@ __device__ __forceinline__ void add_bias(const Pipeline<Shape>& pipeline, float 
     for (int i = 0; i < 4; ++i) {
       const float2 x = unpack<T>(bias[i]);
       float (&s)[4] = scores[2 * pair + i / 2];
-      s[i % 2 * 2] = __fmaf_rn(s[i % 2 * 2], factor, x.x * kLog2E);
-      s[i % 2 * 2 + 1] = __fmaf_rn(s[i % 2 * 2 + 1], factor, x.y * kLog2E);
+      s[i % 2 * 2] = __fmaf_rn(s[i % 2 * 2], factor, x.x);
+      s[i % 2 * 2 + 1] = __fmaf_rn(s[i % 2 * 2 + 1], factor, x.y);
     }
   }
   __syncwarp();

@@ -12,6 +12,7 @@
 #include "hopper/online_softmax.cuh"
 #include "hopper/pipeline.cuh"
 #include "hopper/shape.cuh"
+#include "hopper/shifted_bias.cuh"
 #include "hopper/swizzle_atom.cuh"
 #include "hopper/tile_loop.cuh"
 #include "hopper/wgmma.cuh"
@@ -174,8 +175,11 @@ __device__ __forceinline__ void compute_tiles(const HopperPrefillParams& prefill
     const auto transformed_rows = transform.rows(tile.work, warp_row, FindRow{prefill, tile});
     // `count` is the block's number in the CTA.
     const auto softmax_block = [&](bool masked, int32_t count) {
-      if constexpr (Shape::kHasBias) {
-        add_bias<Shape, T>(pipeline, scores, params.score_factor, count);
+      if constexpr (Shape::kShiftsBias) {
+        add_shifted_bias<Shape, BiasElement<Shape, T>>(pipeline, prefill, tile, scores, LogitsTransform::factor(params),
+                                                       count);
+      } else if constexpr (Shape::kHasBias) {
+        add_bias<Shape, T>(pipeline, scores, LogitsTransform::factor(params), count);
       } else {
         transform.template apply<T>(scores, transformed_rows, block * kKeys);
       }

@@ -63,6 +63,7 @@ struct F32PrefillShape : Config {
   static constexpr bool kHasOutputStaging = false;
   static constexpr bool kStagesOutputInValues = false, kHasBias = false;
   static constexpr int kBiasStages = 0;
+  static constexpr bool kShiftsBias = false;
   static constexpr int kOutputOffset = 0, kOutputWarpBytes = 0;
   static constexpr int kAlignment = 1024;
 

@@ -81,6 +81,7 @@ struct Fp8PrefillShape : Config {
   static constexpr bool kHasOutputStaging = true;
   static constexpr bool kStagesOutputInValues = false, kHasBias = false;
   static constexpr int kBiasStages = 0;
+  static constexpr bool kShiftsBias = false;
   static constexpr int kTilesOffset = kOutputOffset + kOutputBytes;
   static constexpr int kBarriersOffset = kTilesOffset + 2 * static_cast<int>(sizeof(Tile));
   static constexpr int kAlignment = 1024;

@@ -9,7 +9,7 @@
 //   rows of K or V   cp.async of both load warps     publish warp, then compute warps (cp_async_load.cuh)
 //   V in fp8         TMA, then the transpose warps   compute warps
 //   f32 K or V       cp.async of the load warps      compute warps, which split them (f32_compute.cuh)
-//   bias             TMA of the bias warp            compute warps
+//   bias             TMA or cp.async, bias warp      compute warps
 //
 // In a cluster of two CTAs, TMA of one CTA writes K to both, and of the other one V. Each CTA expects the bytes at its
 // own full barriers; the compute warps of both arrive at the empty barrier of the CTA that loads.
@@ -125,7 +125,7 @@ class Pipeline {
       init(kKeysCopied, kStages, 32 * Shape::kLoadWarps);
       init(kValuesCopied, kValueStages, 32 * Shape::kLoadWarps);
     }
-    init(kBiasFull, Shape::kBiasStages, 1);
+    init(kBiasFull, Shape::kBiasStages, Shape::kShiftsBias ? 32 : 1);
     init(kBiasEmpty, Shape::kBiasStages, Shape::kComputeWarps);
     ptx::fence_mbarrier_init();
     ptx::fence_proxy_async_shared();
@@ -253,6 +253,9 @@ class Pipeline {
   }
   __device__ __forceinline__ uint32_t bias(uint32_t stage) const {
     return address_ + Shape::kBiasOffset + stage * Shape::kBiasBytes;
+  }
+  __device__ __forceinline__ uint8_t* bias_pointer(uint32_t stage) const {
+    return shared_ + Shape::kBiasOffset + stage * Shape::kBiasBytes;
   }
   /// The parts of Q, K and V of f32 (f32_shape.cuh).
   __device__ __forceinline__ uint32_t query_parts() const { return address_ + Shape::kQueryOffset; }

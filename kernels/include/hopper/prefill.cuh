@@ -10,6 +10,7 @@
 #include "hopper/pipeline.cuh"
 #include "hopper/ptx.cuh"
 #include "hopper/schedule.cuh"
+#include "hopper/shifted_bias.cuh"
 #include "params/hopper_prefill.cuh"
 #include "work_tile.cuh"
 
@@ -54,7 +55,11 @@ __device__ __forceinline__ void prefill(const HopperPrefillParams& params, const
           pipeline.starts_ascend() = ascend;
           pipeline.starts_checked().arrive();
         }
-        if constexpr (Shape::kHasBias) load_bias<Shape>(params, pipeline);
+        if constexpr (Shape::kShiftsBias) {
+          load_shifted_bias<Shape, BiasElement<Shape, T>>(params, pipeline);
+        } else if constexpr (Shape::kHasBias) {
+          load_bias<Shape>(params, pipeline);
+        }
         publish_rows<Shape>(params, pipeline);
       }
     }

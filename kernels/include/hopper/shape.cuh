@@ -74,6 +74,17 @@ template <typename Config>
 constexpr bool kAddsBias = false;
 template <int kBytes, typename HeadDim>
 constexpr bool kAddsBias<tiles::HopperPrefill<kBytes, HeadDim, tiles::logits_bias>> = true;
+/// Bytes of an element of a bias whose rows may begin at any element (shifted_bias.cuh); 0 of others.
+template <typename Config>
+constexpr int kShiftedBiasBytes = 0;
+template <int kBytes>
+constexpr int kShiftedBiasBytes<tiles::HopperPrefill<kBytes, tiles::head_dim_64_shifted, tiles::logits_bias>> = 2;
+template <int kBytes>
+constexpr int kShiftedBiasBytes<tiles::HopperPrefill<kBytes, tiles::head_dim_128_shifted, tiles::logits_bias>> = 2;
+template <int kBytes>
+constexpr int kShiftedBiasBytes<tiles::HopperPrefill<kBytes, tiles::head_dim_64_f32_bias, tiles::logits_bias>> = 4;
+template <int kBytes>
+constexpr int kShiftedBiasBytes<tiles::HopperPrefill<kBytes, tiles::head_dim_128_f32_bias, tiles::logits_bias>> = 4;
 
 /// `Config` is a row of tiles::HopperPrefill (kernels/variants.toml).
 template <typename Config, Storage kStorage_>
@@ -85,7 +96,7 @@ struct PrefillShape : Config {
   static constexpr int kNoRows = kClusterSize > 1 ? -1 : 0;
   static constexpr int kHeadDim = Config::kDim, kValueDim = Config::kValueDim;
   static constexpr Storage kStorage = kStorage_;
-  static constexpr bool kHasBias = kAddsBias<Config>;
+  static constexpr bool kHasBias = kAddsBias<Config>, kShiftsBias = kShiftedBiasBytes<Config> != 0;
   /// Whether a warpgroup passes over the blocks of a tile that no row of its own attends to. It is then up to a block
   /// ahead of the others, which delays the loads of all unless there is a third stage.
   static constexpr bool kHasWarpgroupBlocks = !Config::kSplitsKeys && Config::kWarpgroups > 1 && Config::kStages > 2;
@@ -145,11 +156,15 @@ struct PrefillShape : Config {
 
   static constexpr int kKeysOffset = kQueryBytes;
   static constexpr int kValuesOffset = kKeysOffset + Config::kStages * KeyBlock::kBytes;
-  /// The bias of a tile's rows and of a block of keys, [kKeys / 64][row][64 keys].
-  static constexpr int kBiasStages = kHasBias ? 2 : 0, kBiasBytes = kRows * Config::kKeys * 2;
+  /// The bias of a tile's rows and of a block of keys, [kKeys / 64][row][64 keys], or with kShiftsBias rows of one
+  /// chunk more than the block has.
+  static constexpr int kBiasElementBytes = kShiftsBias ? kShiftedBiasBytes<Config> : 2;
+  static constexpr int kBiasPitch = kBiasElementBytes * Config::kKeys + (kShiftsBias ? 16 : 0);
+  static constexpr int kBiasBytes = kRows * kBiasPitch;
+  static constexpr int kBiasStages = kHasBias ? 2 : 0;
   static constexpr int kBiasOffset = kValuesOffset + kValueStages * ValueBlock::kBytes;
-  static_assert(!kHasBias || (Config::kKeys % 64 == 0 && kStorage == Storage::contiguous && !kHasWarpgroupBlocks &&
-                              kColumnWarpgroups == 1 && kClusterSize == 1));
+  static_assert(!kHasBias || ((kShiftsBias || Config::kKeys % 64 == 0) && kStorage == Storage::contiguous &&
+                              !kHasWarpgroupBlocks && kColumnWarpgroups == 1 && kClusterSize == 1));
   /// Staging of O for TMA stores, 16 rows per warp, where shared memory has room for it.
   static constexpr int kOutputOffset = kBiasOffset + kBiasStages * kBiasBytes;
   static constexpr int kOutputWarpBytes = 16 * ValueBlock::kAtomColumns * Atom::kRowBytes;

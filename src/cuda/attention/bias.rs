@@ -138,7 +138,7 @@ mod tests {
     }
 
     #[test]
-    fn hopper_takes_long_sequences_with_a_bias_of_their_type_in_rows_that_tma_copies() {
+    fn hopper_takes_long_sequences_with_a_bias() {
         let named = |change: &dyn Fn(&mut Attention, &mut Bias)| {
             let mut call = biased(&ragged(), DType::BF16);
             let mut bias = Bias { keys: 80, ..call.score.bias.expect("it has one") };
@@ -147,9 +147,9 @@ mod tests {
             named_on(&call, &device(true))[0].0
         };
         assert_eq!(named(&|_, _| ()), "hopper_bias_bf16_128");
+        assert_eq!(named(&|_, bias| bias.keys = 84), "hopper_bias_bf16_128_shifted");
+        assert_eq!(named(&|_, bias| bias.dtype = DType::F32), "hopper_bias_bf16_128_f32_bias");
         let portable = "attention_bias_bf16_128";
-        assert_eq!(named(&|_, bias| bias.keys = 84), portable);
-        assert_eq!(named(&|_, bias| bias.dtype = DType::F32), portable);
         assert_eq!(named(&|call, _| call.score.softcap = 1.0), portable);
         assert_eq!(named(&|call, _| call.max_seqs = 16), portable);
         assert_eq!(named(&|call, _| call.keys.storage = KeyStorage::Contiguous { total: 895 }), portable);
@@ -157,7 +157,7 @@ mod tests {
     }
 
     #[test]
-    fn hopper_copies_a_bias_whose_rows_tma_does_not_load_where_the_workspace_has_room() {
+    fn hopper_copies_a_shared_bias_whose_rows_tma_does_not_load_where_the_workspace_has_room() {
         let named = |start: usize, bytes: i64, keys: usize, dtype: DType| {
             let dims = [bytes];
             let workspace = Tensor::dense(DType::U8, start as *mut u8, &dims);
@@ -166,7 +166,7 @@ mod tests {
             let launches = named_on(&Attention { workspace: Some(workspace), ..call }, &device(true));
             launches.iter().map(|(name, ..)| *name).collect::<Vec<_>>()
         };
-        let [copied, portable] = [vec!["copy_bias_rows", "hopper_bias_bf16_128"], vec!["attention_bias_bf16_128"]];
+        let copied = ["copy_bias_rows", "hopper_bias_bf16_128"];
         let size = |keys: usize, is_shared, is_masked| {
             let bias = BiasSizes { keys: keys as i64, is_shared, is_masked, gradient_rows: 0 };
             SIZES.bias_workspace(Op::FlashAttnVarlen, bias)
@@ -175,30 +175,27 @@ mod tests {
             let size = size(keys, true, false);
             let bytes = size.fixed + 64 * size.per_bias_row;
             assert_eq!(named(start, bytes, keys, DType::BF16), copied);
-            assert_eq!(named(start, bytes - 256, keys, DType::BF16), portable);
-            assert_eq!(named(start, 2 * bytes, keys, DType::F32), portable);
+            assert_eq!(named(start, bytes - 256, keys, DType::BF16), ["hopper_bias_bf16_128_shifted"]);
+            assert_eq!(named(start, 2 * bytes, keys, DType::F32), ["hopper_bias_bf16_128_f32_bias"]);
         }
         assert_eq!(named(0x1000, 1 << 20, 80, DType::BF16), copied[1..]);
-        assert_eq!(named(0x1000, 1 << 20, 0, DType::BF16), portable);
+        assert_eq!(named(0x1000, 1 << 20, 0, DType::BF16), ["hopper_bias_bf16_128_shifted"]);
         assert_eq!(size(80, true, false).per_bias_row, 0);
     }
 
     #[test]
-    fn a_bias_of_each_pairs_own_is_copied_past_128_columns_and_without_a_mask_past_64() {
-        for (dim, window_right, seqs) in
-            [64, 128, 256].into_iter().flat_map(|dim| [(dim, -1, 7), (dim, 0, 7), (dim, -1, 1), (dim, 0, 1)])
-        {
+    fn a_bias_of_each_pairs_own_is_copied_past_128_columns_and_read_where_it_is_up_to_that() {
+        let cases = [64, 128, 256].into_iter().flat_map(|dim| [(dim, -1, 7), (dim, 0, 7), (dim, -1, 1), (dim, 0, 1)]);
+        for (dim, window_right, seqs) in cases {
             let workspace = Some(Tensor::dense(DType::U8, null_mut(), &[9_000_000]));
             let plain = ragged();
             let bias = Some(Bias { seqs, heads: 12, ..biased(&plain, DType::BF16).score.bias.expect("it has one") });
             let score = Score { window_right, bias, ..plain.score };
             let call = Attention { workspace, score, head_dim: dim, value_dim: dim, ..plain };
-            let is_copied = named_on(&call, &device(true))[0].0 == "copy_bias_rows";
-            assert_eq!(
-                is_copied,
-                dim > 128 || (dim > 64 && window_right < 0) || seqs == 1,
-                "{dim} {window_right} {seqs}"
-            );
+            let launches = named_on(&call, &device(true)).iter().map(|(name, ..)| *name).collect::<Vec<_>>();
+            let is_copied = dim > 128 || seqs == 1;
+            let kernel = format!("hopper_bias_bf16_{dim}{}", if is_copied { "" } else { "_shifted" });
+            assert_eq!(launches, if is_copied { vec!["copy_bias_rows", &kernel] } else { vec![kernel.as_str()] });
             let sizes = AttentionSizes { head_dim: dim as i64, value_dim: dim as i64, ..SIZES };
             let bias = BiasSizes { keys: 77, is_shared: seqs == 1, is_masked: window_right >= 0, gradient_rows: 0 };
             assert_eq!(is_copied, sizes.bias_workspace(Op::FlashAttnVarlen, bias).per_bias_row > 0);

@@ -173,11 +173,12 @@ impl HopperPrefill {
         let Call { problem, device, .. } = call;
         let next_tile = self.next_tile(problem, tiles, device);
         let of = PrefillParameter { prefill: *self, problem, attention: *attention, next_tile };
-        let (kernel, parameter) = match (self.tile.bytes, loaded_bias(problem)) {
+        let bias = problem.score.bias.map(|bias| loaded_bias(problem).map_or(bias, |loaded| loaded.bias));
+        let (kernel, parameter) = match (self.tile.bytes, bias) {
             (1, _) => (FP8_KERNEL, Parameter::Prefill(of)),
             (4, _) => (F32_KERNEL, Parameter::Prefill(of)),
             _ if self.tile.takes_key_ranges => (KEY_RANGES_KERNEL, Parameter::PrefillKeyRanges(of)),
-            (_, Some(bias)) => (BIAS_KERNEL, Parameter::PrefillBias(of, bias.bias)),
+            (_, Some(bias)) => (BIAS_KERNEL, Parameter::PrefillBias(of, bias)),
             _ => (KERNEL, Parameter::Prefill(of)),
         };
         let launch = Launch::new(kernel, self.variant(kernel, problem)?, self.shape(problem, tiles, device), parameter);
@@ -396,9 +397,10 @@ impl PrefillParameter<'_> {
     /// `bias` is that of the call, or its copy.
     pub(super) fn bias_params(&self, bias: &Bias) -> Result<HopperBiasParams> {
         let Self { prefill, problem, .. } = self;
-        let BiasSource { seq_matrices, head_matrices, .. } = BiasSource::new(bias, problem.q.dtype.size())?;
-        let map = bias.tensor_map(bias.data, prefill.tile.rows())?;
-        Ok(HopperBiasParams { prefill: self.params()?, bias: map, seq_matrices, head_matrices })
+        let by_tma = || bias.tensor_map(bias.data, prefill.tile.rows());
+        let map = if prefill.tile.shifts_bias() { TensorMap::NONE } else { by_tma()? };
+        let source = BiasSource::new(bias, problem.q.dtype.size())?;
+        Ok(HopperBiasParams { prefill: self.params()?, bias: map, source })
     }
 
     /// The parameter with these tensor maps of q and out. Without the latter O is stored row by row.

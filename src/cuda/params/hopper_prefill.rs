@@ -1,6 +1,7 @@
 //! Parameters of the forward attention kernels of sm_90a.
 
 use super::attention::AttentionParams;
+use super::bias::BiasSource;
 use super::divisor::IndexDivisor;
 use super::key_ranges::KeyRangeSource;
 use super::tensor_map::TensorMap;
@@ -71,11 +72,9 @@ pub struct HopperKeyRangeParams {
 #[repr(C)]
 pub struct HopperBiasParams {
     pub prefill: HopperPrefillParams,
-    /// `[1, 1, matrix, row, key]`; a box has the rows of a tile and 64 keys.
+    /// `[1, 1, matrix, row, key]`; a box has the rows of a tile and 64 keys. Unused where rows begin anywhere.
     pub bias: TensorMap,
-    /// Matrices from a sequence or a query head to the next one, as `BiasSource` has them.
-    pub seq_matrices: i32,
-    pub head_matrices: i32,
+    pub source: BiasSource,
 }
 
 /// The parameter of `hopper_fused`.

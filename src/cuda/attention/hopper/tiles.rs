@@ -69,9 +69,23 @@ impl HopperPrefillTile {
             && (!has_ranges || matches!(problem.keys.storage, KeyStorage::Contiguous { .. }))
     }
 
-    /// Whether TMA loads the call's bias or a copy of it, and keys are packed.
-    fn takes_bias(problem: &Attention) -> bool {
-        matches!(problem.keys.storage, KeyStorage::Contiguous { .. }) && loaded_bias(problem).is_some()
+    /// Whether the tile is for a bias of f32 beside 16-bit operands.
+    fn has_f32_bias(&self) -> bool {
+        self.head_dim.ends_with("_f32_bias")
+    }
+
+    /// Whether rows of the bias may begin anywhere (`kShiftsBias` in `shape.cuh`), because TMA does not load it.
+    pub(super) fn shifts_bias(&self) -> bool {
+        self.has_f32_bias() || self.head_dim.ends_with("_shifted")
+    }
+
+    /// Whether keys are packed, and TMA loads the call's bias or a copy of it, or does not and the tile is for such a bias.
+    fn takes_bias(&self, problem: &Attention) -> bool {
+        let has_type_of_q = problem.score.bias.is_some_and(|bias| bias.dtype == problem.q.dtype);
+        let is_loaded = loaded_bias(problem).is_some();
+        matches!(problem.keys.storage, KeyStorage::Contiguous { .. })
+            && has_type_of_q != self.has_f32_bias()
+            && is_loaded != self.shifts_bias()
     }
 
     fn is_for_clusters(&self) -> bool {
@@ -178,7 +192,7 @@ impl HopperPrefillTile {
         let has_bias = self.logits == "bias";
         problem.kv_dtype == dtype
             && has_bias == score.bias.is_some()
-            && (!has_bias || Self::takes_bias(problem))
+            && (!has_bias || self.takes_bias(problem))
             && self.bytes == bytes
             && self.has_columns(problem)
             && transforms
