@@ -2,8 +2,8 @@
 
 Bounds of keys per row (`k_start`, `k_end`), forward and gradients, over 4 sequences of 4096 tokens, in TFLOP/s that
 count only what the masks leave; gradients count 2.5 times the operations of the forward call. Where another option says
-the same mask, its speed follows. A bias of each pair's own, one matrix per head and one matrix, over 4 sequences of
-2048 and of 2047, both too, in microseconds.
+the same mask, its speed follows. A bias of each pair's own, also in f32, one matrix per head and one matrix, over 4
+sequences of 2048 and of 2047, both too, in microseconds.
 The last line has all results as JSON.
 """
 
@@ -93,10 +93,16 @@ def biased(only, dtype, rows):
         if only not in name:
             continue
         operands, cu = packed(heads, length, dtype)
-        matrices = {"": (SEQUENCES, heads[0]), " per head": (1, heads[0]), " one matrix": (1, 1)}
+        own = (SEQUENCES, heads[0])
+        forms = {
+            "": (own, dtype),
+            " in f32": (own, torch.float32),
+            " per head": ((1, heads[0]), dtype),
+            " one matrix": ((1, 1), dtype),
+        }
         variants = {
-            form: {"bias": torch.randn((*count, length, length), device="cuda", dtype=dtype)}
-            for form, count in matrices.items()
+            form: {"bias": torch.randn((*count, length, length), device="cuda", dtype=of_bias)}
+            for form, (count, of_bias) in forms.items()
         }
         times = milliseconds(calls_of(operands, cu, length, {**variants, " without": {}}))
         report(rows, name, {kind: taken * 1e3 for kind, taken in times.items()}, "us")
