@@ -74,17 +74,6 @@ template <typename Config>
 constexpr bool kAddsBias = false;
 template <int kBytes, typename HeadDim>
 constexpr bool kAddsBias<tiles::HopperPrefill<kBytes, HeadDim, tiles::logits_bias>> = true;
-/// Bytes of an element of a bias whose rows may begin at any element (shifted_bias.cuh); 0 of others.
-template <typename Config>
-constexpr int kShiftedBiasBytes = 0;
-template <int kBytes>
-constexpr int kShiftedBiasBytes<tiles::HopperPrefill<kBytes, tiles::head_dim_64_shifted, tiles::logits_bias>> = 2;
-template <int kBytes>
-constexpr int kShiftedBiasBytes<tiles::HopperPrefill<kBytes, tiles::head_dim_128_shifted, tiles::logits_bias>> = 2;
-template <int kBytes>
-constexpr int kShiftedBiasBytes<tiles::HopperPrefill<kBytes, tiles::head_dim_64_f32_bias, tiles::logits_bias>> = 4;
-template <int kBytes>
-constexpr int kShiftedBiasBytes<tiles::HopperPrefill<kBytes, tiles::head_dim_128_f32_bias, tiles::logits_bias>> = 4;
 
 /// `Config` is a row of tiles::HopperPrefill (kernels/variants.toml).
 template <typename Config, Storage kStorage_>
@@ -96,7 +85,7 @@ struct PrefillShape : Config {
   static constexpr int kNoRows = kClusterSize > 1 ? -1 : 0;
   static constexpr int kHeadDim = Config::kDim, kValueDim = Config::kValueDim;
   static constexpr Storage kStorage = kStorage_;
-  static constexpr bool kHasBias = kAddsBias<Config>, kShiftsBias = kShiftedBiasBytes<Config> != 0;
+  static constexpr bool kHasBias = kAddsBias<Config>, kShiftsBias = Config::kShiftedBiasBytes != 0;
   /// Whether a warpgroup passes over the blocks of a tile that no row of its own attends to. It is then up to a block
   /// ahead of the others, which delays the loads of all unless there is a third stage.
   static constexpr bool kHasWarpgroupBlocks = !Config::kSplitsKeys && Config::kWarpgroups > 1 && Config::kStages > 2;
@@ -158,7 +147,7 @@ struct PrefillShape : Config {
   static constexpr int kValuesOffset = kKeysOffset + Config::kStages * KeyBlock::kBytes;
   /// The bias of a tile's rows and of a block of keys, [kKeys / 64][row][64 keys], or with kShiftsBias rows of one
   /// chunk more than the block has.
-  static constexpr int kBiasElementBytes = kShiftsBias ? kShiftedBiasBytes<Config> : 2;
+  static constexpr int kBiasElementBytes = kShiftsBias ? Config::kShiftedBiasBytes : 2;
   static constexpr int kBiasPitch = kBiasElementBytes * Config::kKeys + (kShiftsBias ? 16 : 0);
   static constexpr int kBiasBytes = kRows * kBiasPitch;
   static constexpr int kBiasStages = kHasBias ? 2 : 0;

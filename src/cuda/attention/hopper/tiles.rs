@@ -69,14 +69,9 @@ impl HopperPrefillTile {
             && (!has_ranges || matches!(problem.keys.storage, KeyStorage::Contiguous { .. }))
     }
 
-    /// Whether the tile is for a bias of f32 beside 16-bit operands.
-    fn has_f32_bias(&self) -> bool {
-        self.head_dim.ends_with("_f32_bias")
-    }
-
     /// Whether rows of the bias may begin anywhere (`kShiftsBias` in `shape.cuh`), because TMA does not load it.
     pub(super) fn shifts_bias(&self) -> bool {
-        self.has_f32_bias() || self.head_dim.ends_with("_shifted")
+        self.shifted_bias_bytes != 0
     }
 
     /// Whether keys are packed, and TMA loads the call's bias or a copy of it, or does not and the tile is for such a bias.
@@ -84,7 +79,7 @@ impl HopperPrefillTile {
         let has_type_of_q = problem.score.bias.is_some_and(|bias| bias.dtype == problem.q.dtype);
         let is_loaded = loaded_bias(problem).is_some();
         matches!(problem.keys.storage, KeyStorage::Contiguous { .. })
-            && has_type_of_q != self.has_f32_bias()
+            && has_type_of_q != (self.shifted_bias_bytes == 4)
             && is_loaded != self.shifts_bias()
     }
 
