@@ -33,12 +33,9 @@ __device__ __forceinline__ int32_t bias_matrix(const BiasSource& bias, const Pre
   return tile.work.tile.sequence * bias.seq_matrices + tile.work.kv_head * bias.head_matrices;
 }
 
-/// Loads the bias of the blocks of all tiles of the CTA. Executed by a warp.
-template <typename Shape>
-__device__ __forceinline__ void load_bias(const HopperPrefillParams& params, const Pipeline<Shape>& pipeline) {
-  const HopperBiasParams& biased = reinterpret_cast<const HopperBiasParams&>(params);
-  const bool is_leader = threadIdx.x % 32 == 0;
-  int32_t block_count = 0;
+/// Calls `load(tile)` for all tiles of the CTA, one after the other. Executed by the bias warp.
+template <typename Shape, typename Load>
+__device__ __forceinline__ void for_bias_tiles(const Pipeline<Shape>& pipeline, const Load& load) {
   bool has_tile = true;
 #pragma unroll 1
   for (int32_t count = 0; has_tile; ++count) {
@@ -46,24 +43,33 @@ __device__ __forceinline__ void load_bias(const HopperPrefillParams& params, con
     pipeline.tile_full(tile_state).wait();
     const BiasTile& tile = pipeline.tile(tile_state);
     has_tile = tile.work.tile.num_rows > Shape::kNoRows;
-    if (has_tile && is_leader) {
-      const int32_t matrix = bias_matrix(biased.source, tile);
+    if (has_tile) load(tile);
+    __syncwarp();
+    if (threadIdx.x % 32 == 0) pipeline.tile_empty(tile_state).arrive();
+  }
+}
+
+/// Loads the bias of the blocks of all tiles of the CTA. Executed by a warp.
+template <typename Shape>
+__device__ __forceinline__ void load_bias(const HopperPrefillParams& params, const Pipeline<Shape>& pipeline) {
+  const HopperBiasParams& biased = reinterpret_cast<const HopperBiasParams&>(params);
+  int32_t block_count = 0;
+  for_bias_tiles(pipeline, [&](const BiasTile& tile) {
+    if (threadIdx.x % 32 != 0) return;
+    const int32_t matrix = bias_matrix(biased.source, tile);
 #pragma unroll 1
-      for (int32_t block = tile.end_block - 1; block >= tile.first_block; --block, ++block_count) {
-        const PipelineState<Shape::kBiasStages> state(block_count);
-        const Barrier full = pipeline.bias_full(state);
-        pipeline.bias_empty(state).producer_wait();
-        full.arrive_expect_tx(Shape::kBiasBytes);
+    for (int32_t block = tile.end_block - 1; block >= tile.first_block; --block, ++block_count) {
+      const PipelineState<Shape::kBiasStages> state(block_count);
+      const Barrier full = pipeline.bias_full(state);
+      pipeline.bias_empty(state).producer_wait();
+      full.arrive_expect_tx(Shape::kBiasBytes);
 #pragma unroll
-        for (int column = 0; column < Shape::kKeys / 64; ++column) {
-          ptx::tma_load(pipeline.bias(state.stage) + column * (Shape::kRows * kBiasRowBytes), biased.bias, full.address,
-                        block * Shape::kKeys + 64 * column, tile.first_query, matrix, 0, 0);
-        }
+      for (int column = 0; column < Shape::kKeys / 64; ++column) {
+        ptx::tma_load(pipeline.bias(state.stage) + column * (Shape::kRows * kBiasRowBytes), biased.bias, full.address,
+                      block * Shape::kKeys + 64 * column, tile.first_query, matrix, 0, 0);
       }
     }
-    __syncwarp();
-    if (is_leader) pipeline.tile_empty(tile_state).arrive();
-  }
+  });
 }
 
 /// Scales the scores of a warp's 16 rows and adds their bias, the CTA's block number `block_count`.

@@ -127,35 +127,25 @@ template <typename Shape, typename E>
 __device__ __forceinline__ void load_shifted_bias(const HopperPrefillParams& params, const Pipeline<Shape>& pipeline) {
   const BiasSource& bias = reinterpret_cast<const HopperBiasParams&>(params).source;
   int32_t block_count = 0;
-  bool has_tile = true;
+  for_bias_tiles(pipeline, [&](const BiasTile& tile) {
+    const ShiftedBiasRows<E> rows(bias, tile);
 #pragma unroll 1
-  for (int32_t count = 0; has_tile; ++count) {
-    const PipelineState<2> tile_state(count);
-    pipeline.tile_full(tile_state).wait();
-    const BiasTile& tile = pipeline.tile(tile_state);
-    has_tile = tile.work.tile.num_rows > Shape::kNoRows;
-    if (has_tile) {
-      const ShiftedBiasRows<E> rows(bias, tile);
-#pragma unroll 1
-      for (int32_t block = tile.end_block - 1; block >= tile.first_block; --block, ++block_count) {
-        const PipelineState<Shape::kBiasStages> state(block_count);
-        const Barrier full = pipeline.bias_full(state);
-        const ShiftedBiasLoad<Shape, E> load(rows, pipeline.bias_pointer(state.stage), block * Shape::kKeys);
-        pipeline.bias_empty(state).producer_wait();
-        if (load.copy_chunks()) {
-          ptx::cp_async_arrive(full.address);
-        } else {
-          xa::ptx::cp_async_commit();
-          xa::ptx::cp_async_wait<0>();
-          __syncwarp();
-          load.copy_ends();
-          full.arrive();
-        }
+    for (int32_t block = tile.end_block - 1; block >= tile.first_block; --block, ++block_count) {
+      const PipelineState<Shape::kBiasStages> state(block_count);
+      const Barrier full = pipeline.bias_full(state);
+      const ShiftedBiasLoad<Shape, E> load(rows, pipeline.bias_pointer(state.stage), block * Shape::kKeys);
+      pipeline.bias_empty(state).producer_wait();
+      if (load.copy_chunks()) {
+        ptx::cp_async_arrive(full.address);
+      } else {
+        xa::ptx::cp_async_commit();
+        xa::ptx::cp_async_wait<0>();
+        __syncwarp();
+        load.copy_ends();
+        full.arrive();
       }
     }
-    __syncwarp();
-    if (threadIdx.x % 32 == 0) pipeline.tile_empty(tile_state).arrive();
-  }
+  });
 }
 
 /// As `add_bias`.
