@@ -7,6 +7,7 @@
 // Launch: Shape::kThreads threads, a grid of Hkv * n, n at least the number of tiles per KV head, Shape::kSharedBytes
 // of dynamic shared memory and what BiasTile has.
 
+#include "bias_tile.cuh"
 #include "column_warps.cuh"
 #include "element.cuh"
 #include "fp8.cuh"
@@ -16,7 +17,6 @@
 #include "params/bias.cuh"
 #include "prefill_loop.cuh"
 #include "query_rows.cuh"
-#include "score_bias.cuh"
 #include "softmax.cuh"
 #include "tile_shape.cuh"
 #include "work_tile.cuh"
@@ -44,9 +44,11 @@ __device__ __forceinline__ void attend_tile(const AttentionParams& params, const
 namespace {
 using T = xa::XA_PASTE(dtype_, XA_DTYPE);
 using Shape = xa::TileShape<xa::tiles::shape_prefill, T, T, XA_HEAD_DIM>;
+/// At D 64 in 16 bits three CTAs have registers, because P is packed early, and shared memory on Hopper.
+constexpr int kCtasPerSm = Shape::kHeadDim == 64 && xa::Element<T>::kIs16Bit ? 3 : Shape::kCtasPerSm;
 }  // namespace
 
-extern "C" __global__ void __launch_bounds__(Shape::kThreads, Shape::kCtasPerSm)
+extern "C" __global__ void __launch_bounds__(Shape::kThreads, kCtasPerSm)
     XA_ENTRY(const __grid_constant__ xa::BiasParams params) {
   extern __shared__ __align__(128) uint8_t shared[];
   const xa::AttentionParams& attention = params.attention;

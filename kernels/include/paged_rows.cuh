@@ -72,6 +72,8 @@ class RowLoader {
   static_assert(kKeys % Grid::kRowsPerStep == 0 && kKeys <= 32);
 
  public:
+  using Slot = TokenSlot;
+
   __device__ __forceinline__ RowLoader(const AttentionParams& params, const WorkTile& work)
       : params_(params), work_(work), fits_one_page_(params.page_size % kKeys == 0) {}
 

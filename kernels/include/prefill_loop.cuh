@@ -5,6 +5,7 @@
 #include <type_traits>
 
 #include "column_warps.cuh"
+#include "contiguous_rows.cuh"
 #include "element.cuh"
 #include "fp8.cuh"
 #include "paged_rows.cuh"
@@ -21,8 +22,10 @@ namespace xa {
 template <typename LogitsTransform, typename = void>
 constexpr bool kFetchesBlocks = false;
 template <typename LogitsTransform>
-constexpr bool kFetchesBlocks<LogitsTransform, std::void_t<decltype(&LogitsTransform::fetch_block)>> = true;
-/// Whether each warp fetches its rows' part of the next block, as soon as it has transformed the scores of this one.
+constexpr bool kFetchesBlocks<LogitsTransform, std::void_t<decltype(&LogitsTransform::template fetch_block<false>)>> =
+    true;
+/// Whether each warp fetches its rows' part of the next block between the parts of the product P V, with
+/// `fetch_block_between`.
 template <typename LogitsTransform, typename = void>
 constexpr bool kFetchesByWarps = false;
 template <typename LogitsTransform>
@@ -49,7 +52,13 @@ __device__ __forceinline__ void attend_with_rows(State& state, const AttentionPa
   // K's next copies should start as early as possible, but starting them while the scores are live takes registers.
   constexpr int kAccumulators = Shape::kRowTiles * 4 * (Shape::kKeys + Shape::kWarpColumns) / 8;
   constexpr bool kRefillsEarly = kAccumulators <= (Element<T>::kIs16Bit ? 144 : 72);
-  const RowLoader<Stored, Shape::kHeadDim, Shape::kKeysPerLoad> loader(params, work);
+  // A bias takes registers: P of a row tile is packed before the softmax of the next one.
+  constexpr bool kPacks = kFetchesBlocks<LogitsTransform> && Element<T>::kIs16Bit;
+  // Only contiguous keys have a bias.
+  using Loader = std::conditional_t<kFetchesBlocks<LogitsTransform>,
+                                    ContiguousRowLoader<Stored, Shape::kHeadDim, Shape::kKeysPerLoad>,
+                                    RowLoader<Stored, Shape::kHeadDim, Shape::kKeysPerLoad>>;
+  const Loader loader(params, work);
   const int32_t first_own_key = threadIdx.x / 32 * Shape::kKeysPerLoad;
   const int32_t first_column = first_warp_column<Shape>();
   const auto keys = [&](int stage) { return ring + stage * Shape::kBlockBytes; };
@@ -58,19 +67,21 @@ __device__ __forceinline__ void attend_with_rows(State& state, const AttentionPa
   int32_t first_key = work.keys.begin / Shape::kKeys * Shape::kKeys;
 
   // Starts to copy the warp's part of the block of K or V from `token` on, whose slot is `slot`.
-  const auto load_keys = [&](int stage, int32_t token, const TokenSlot& slot) {
+  const auto load_keys = [&](int stage, int32_t token, const typename Loader::Slot& slot) {
     loader.load_keys(keys(stage) + own_offset, token + first_own_key, slot);
     (scales.load_keys(stage, first_own_key, token + first_own_key, slot), ...);
   };
-  const auto load_values = [&](int stage, int32_t token, const TokenSlot& slot) {
+  const auto load_values = [&](int stage, int32_t token, const typename Loader::Slot& slot) {
     loader.load_values(values(stage) + own_offset, token + first_own_key, slot);
     (scales.load_values(stage, first_own_key, token + first_own_key, slot), ...);
   };
 
-  TokenSlot slots[kStages];
+  typename Loader::Slot slots[kStages];
 #pragma unroll
   for (int i = 0; i < kStages; ++i) slots[i] = loader.find(first_key + i * Shape::kKeys + first_own_key);
-  if constexpr (kFetchesBlocks<LogitsTransform>) transform.fetch_block(first_key);
+  if constexpr (kFetchesBlocks<LogitsTransform>) {
+    if (first_key < work.keys.end) transform.template fetch_block<true>(first_key);
+  }
 #pragma unroll
   for (int i = 0; i < kStages; ++i) {
     const int32_t token = first_key + i * Shape::kKeys;
@@ -79,7 +90,7 @@ __device__ __forceinline__ void attend_with_rows(State& state, const AttentionPa
     if (token < work.keys.end) load_values(i, token, slots[i]);
     ptx::cp_async_commit();
   }
-  TokenSlot next_slot = loader.find(first_key + kStages * Shape::kKeys + first_own_key);
+  typename Loader::Slot next_slot = loader.find(first_key + kStages * Shape::kKeys + first_own_key);
 
   ptx::cp_async_wait<2 * kStages - 1>();
   __syncthreads();
@@ -111,6 +122,7 @@ __device__ __forceinline__ void attend_with_rows(State& state, const AttentionPa
     }
 
     const bool masked = first_key < work.keys.common_begin || first_key + Shape::kKeys > work.keys.common_end;
+    [[maybe_unused]] PackedOperand<T, Shape::kRowTiles, Shape::kKeys / 8> packed;
 #pragma unroll
     for (int tile = 0; tile < Shape::kRowTiles; ++tile) {
       if constexpr (!kFetchesBlocks<LogitsTransform>) {
@@ -118,23 +130,33 @@ __device__ __forceinline__ void attend_with_rows(State& state, const AttentionPa
       }
       if (masked) apply_mask(scores[tile], params, work.tile, warp_row + 16 * tile, first_key);
       state.update(tile, scores[tile], transform.log2_unit());
+      if constexpr (kPacks) packed.set(tile, scores[tile]);
       if constexpr (kHasTokenScales<Stored>) {
         state.apply(tile, scores[tile], (scales, ...).values(stage), masked, ProbableKeys{});
       }
     }
     if constexpr (!kRefillsEarly) refill_keys();
+    const uint32_t block_values = values(stage) + first_column * static_cast<int32_t>(sizeof(Stored));
+    const auto accumulate = [&](const auto&... between) {
+      if constexpr (kPacks) {
+        Math::accumulate(state.output, packed, block_values, params, between...);
+      } else {
+        Math::accumulate(state.output, scores, block_values, params, between...);
+      }
+    };
     if constexpr (kFetchesNext) {
-      if (next < work.keys.end) transform.fetch_block(next);
+      transform.fetch_block_between(next, next < work.keys.end, accumulate);
       ptx::cp_async_commit();
+    } else {
+      accumulate();
     }
-    Math::accumulate(state.output, scores, values(stage) + first_column * static_cast<int32_t>(sizeof(Stored)), params);
 
     // After this barrier V's stage is free and the next block of K has arrived.
     ptx::cp_async_wait<kPending + (kFetchesNext ? 1 : 0)>();
     __syncthreads();
     if (next < work.keys.end) load_values(stage, next, next_slot);
     if constexpr (kFetchesBlocks<LogitsTransform> && !kFetchesNext) {
-      if (next < work.keys.end) transform.fetch_block(next);
+      if (next < work.keys.end) transform.template fetch_block<false>(next);
     }
     ptx::cp_async_commit();
     next_slot = loader.find(next + Shape::kKeys + first_own_key);

@@ -88,15 +88,24 @@ struct TileMath {
     multiply_rows<T, Rows, kSteps, kSteps <= 16 ? 8 : 2>(scores, query, keys);
   }
 
-  /// output += P V, with P in accumulators and V's first row at shared address `values`.
+  /// output += P V, with P in accumulators and V's first row at shared address `values`. `between` is for 16 bits and
+  /// f32 (warp_products.cuh).
+  template <typename Between = DoNothing>
   static __device__ __forceinline__ void accumulate(Output& output, const Scores& p, uint32_t values,
-                                                    const AttentionParams& params) {
+                                                    const AttentionParams& params, const Between& between = {}) {
     const RegisterOperand<T, kRowTiles, kKeyTiles> operand{p};
     if constexpr (kIsFp8) {
       accumulate_8_bits(output, operand, values, params);
     } else {
-      xa::accumulate<T, Rows>(output, operand, values, 0);
+      xa::accumulate<T, Rows>(output, operand, values, 0, between);
     }
+  }
+  /// The same of 16 bits, with P as an operand A.
+  template <typename Between = DoNothing>
+  static __device__ __forceinline__ void accumulate(Output& output, const PackedOperand<T, kRowTiles, kKeyTiles>& p,
+                                                    uint32_t values, const AttentionParams&,
+                                                    const Between& between = {}) {
+    xa::accumulate<T, Rows>(output, p, values, 0, between);
   }
   /// The same of 8-bit V, with P as an operand A of `accumulate` (warp_products.cuh).
   template <typename OperandA>

@@ -128,10 +128,37 @@ struct RegisterOperand {
   }
 };
 
-/// output += A B, with B's rows at shared address `b`, from byte 16 `first_chunk` of each row on.
-template <typename T, typename Rows, typename OperandA, int kTiles, int kColumnTiles>
+/// The same of 16 bits, packed: half as many registers.
+template <typename T, int kTiles, int kBlocks>
+struct PackedOperand {
+  uint32_t pairs[kTiles][kBlocks][2];
+
+  static constexpr int kRows = 8 * kBlocks;
+
+  __device__ __forceinline__ void set(int tile, const float (&accumulators)[kBlocks][4]) {
+#pragma unroll
+    for (int block = 0; block < kBlocks; ++block) {
+      const float (&c)[4] = accumulators[block];
+      pairs[tile][block][0] = Element<T>::pack(c[0], c[1]);
+      pairs[tile][block][1] = Element<T>::pack(c[2], c[3]);
+    }
+  }
+  __device__ __forceinline__ void get(uint32_t (&fragment)[4], int tile, int step) const {
+#pragma unroll
+    for (int i = 0; i < 4; ++i) fragment[i] = pairs[tile][2 * step + i / 2][i % 2];
+  }
+};
+
+/// What `accumulate` does between its parts unless told otherwise.
+struct DoNothing {
+  __device__ __forceinline__ void operator()(int, int) const {}
+};
+
+/// output += A B, with B's rows at shared address `b`, from byte 16 `first_chunk` of each row on. Calls `between(i, n)`
+/// after part i of n.
+template <typename T, typename Rows, typename OperandA, int kTiles, int kColumnTiles, typename Between = DoNothing>
 __device__ __forceinline__ void accumulate(float (&output)[kTiles][kColumnTiles][4], const OperandA& a, uint32_t b,
-                                           int32_t first_chunk) {
+                                           int32_t first_chunk, const Between& between = {}) {
   const uint32_t lane = threadIdx.x % 32;
   if constexpr (Element<T>::kIs16Bit) {
     // ldmatrix_x4_trans gives, of 16 columns: rows 0-7 and 8-15 of columns 0-7, then of columns 8-15.
@@ -151,6 +178,7 @@ __device__ __forceinline__ void accumulate(float (&output)[kTiles][kColumnTiles]
           Element<T>::mma(output[tile][2 * pair + 1], a_fragments[tile], b_fragments[2], b_fragments[3]);
         }
       }
+      between(step, OperandA::kRows / 16);
     }
   } else {
     const uint32_t g = lane / 4, t = lane % 4;
@@ -177,6 +205,7 @@ __device__ __forceinline__ void accumulate(float (&output)[kTiles][kColumnTiles]
 #pragma unroll
         for (int i = 0; i < 4; ++i) output[tile][column][i] += big[tile][0][i] + small[tile][0][i];
       }
+      between(column, kColumnTiles);
     }
   }
 }

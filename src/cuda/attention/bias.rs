@@ -43,12 +43,13 @@ impl BiasSource {
 }
 
 impl AttentionTile {
-    /// Shared memory of a launch: beside the tile's, the place of each row of the bias, and of a block of keys its bias and
-    /// one more chunk, unless that is read where it is (`kernels/include/score_bias.cuh`).
+    /// Shared memory of a launch: beside the tile's, two numbers for each row and, unless the bias is read where it is, one for
+    /// each warp and of each row the bias of a block of keys and one more chunk (`kernels/include/bias_tile.cuh`).
     fn bytes_with_bias(&self, bias_bytes: u32) -> u32 {
-        let bytes = |staged: u32| self.shared_bytes + self.rows() as u32 * (size_of::<i64>() as u32 + staged);
-        let staged = |element: u32| bytes(self.keys * element + 16);
-        if staged(self.bytes) > 99 * 1024 { bytes(0) } else { staged(bias_bytes) }
+        let rows = self.rows() as u32;
+        let tables = self.shared_bytes + rows * 2 * size_of::<u32>() as u32;
+        let staged = |element: u32| tables + 16 + rows * (self.keys * element + 16);
+        if staged(self.bytes) > 99 * 1024 { tables } else { staged(bias_bytes) }
     }
 }
 
