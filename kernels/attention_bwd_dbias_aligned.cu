@@ -1,6 +1,6 @@
 // The gradient of a bias of the operands' 16-bit type that sequences or heads share and whose rows begin with chunks of
 // 16 bytes, without a soft cap and ALiBi, up to 128 columns: attention_bwd_dbias with larger tiles and without
-// branches between products. The design is explained in docs/dev/kernels/bias.md.
+// branches between products. The design is explained in docs/dev/kernels/bias_gradients.md.
 //
 // A CTA has rows of one sequence and head of the bias and a number of adjacent tiles of keys. For each tile it visits
 // the sequences and heads that share it in order, recomputes their P and dP, and sums dS in registers. It reads delta

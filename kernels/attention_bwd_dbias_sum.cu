@@ -1,6 +1,6 @@
 // The gradient of a bias that sequences or heads share, from dS that attention_bwd_dkdv has stored (ScoreGradients):
 // the sums over them, in f32 and in an order that only shapes decide. The design is explained in
-// docs/dev/kernels/bias.md.
+// docs/dev/kernels/bias_gradients.md.
 //
 // A lane has twice 8 keys of a row, whose sequences and heads, the items, it visits in order. Where that would leave
 // SMs without work, several warps have the same row, each every so many heads, or sequences where no head shares; their

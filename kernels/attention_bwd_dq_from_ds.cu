@@ -1,6 +1,6 @@
 // dQ of attention from dS that attention_bwd_dkdv has stored (ScoreGradients): dQ = dS K. A CTA holds a block of packed
 // query rows of one KV head, as in attention_bwd_dq, and streams dS of its rows and the rows of K that they attend to.
-// The design is explained in docs/dev/kernels/bias.md.
+// The design is explained in docs/dev/kernels/bias_gradients.md.
 //
 // Compiled once for each combination of
 //   XA_DTYPE     f16, bf16
