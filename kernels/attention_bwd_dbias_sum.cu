@@ -27,7 +27,7 @@ struct DbiasSumState {
 
   DbiasSequences sequences;
   ScoreGradientRow rows[DbiasSequences::kCount][kWarps];  // of the sequences' head 0
-  float sums[kWarps][8][32];
+  float sums[kWarps][32][9];  // a lane's 8; the ninth place keeps loads and stores free of bank conflicts
 };
 
 template <typename T>
@@ -187,13 +187,13 @@ class DbiasSum {
     const int32_t lane = threadIdx.x % 32, warp = threadIdx.x / 32;
     __syncthreads();  // the first warps have read those of the keys before
 #pragma unroll
-    for (int i = 0; i < 8; ++i) state_.sums[warp][i][lane] = sums[i];
+    for (int i = 0; i < 8; ++i) state_.sums[warp][lane][i] = sums[i];
     __syncthreads();
     if (part_ != 0) return;
 #pragma unroll 1
     for (int32_t other = warp + 1; other < warp + params_.dbias_warps_per_row; ++other) {
 #pragma unroll
-      for (int i = 0; i < 8; ++i) sums[i] += state_.sums[other][i][lane];
+      for (int i = 0; i < 8; ++i) sums[i] += state_.sums[other][lane][i];
     }
   }
 
@@ -201,16 +201,30 @@ class DbiasSum {
   __device__ __forceinline__ void store(const float (&sums)[8], int32_t key) const {
     with_bias_type<T>(params_.dbias_is_f32, [&](auto type) {
       using E = decltype(type);
-      const int32_t keys = params_.dbias_keys;
       const int64_t index = static_cast<int64_t>(matrix_) * params_.bias.rows + row_;
-      E* const to = static_cast<E*>(params_.dbias) + index * keys;
+      E* const to = static_cast<E*>(params_.dbias) + index * params_.dbias_keys;
       if constexpr (sizeof(E) == 2) {
         store_chunks(to, sums, key);
       } else {
-#pragma unroll
-        for (int i = 0; i < 8; i += 2) store_dbias_pair(to, key + i, keys, make_float2(sums[i], sums[i + 1]));
+        store_elements(to, sums, key);
       }
     });
+  }
+
+  /// Stores the sums of a row of f32, which may begin at any element. They pass through shared memory, so that adjacent
+  /// lanes store adjacent elements.
+  __device__ __forceinline__ void store_elements(float* row, const float (&sums)[8], int32_t key) const {
+    const int32_t lane = threadIdx.x % 32, first = key - lane * 8;
+    auto& of_warp = state_.sums[threadIdx.x / 32];
+    __syncwarp();
+#pragma unroll
+    for (int i = 0; i < 8; ++i) of_warp[lane][i] = sums[i];
+    __syncwarp();
+#pragma unroll
+    for (int i = 0; i < 8; ++i) {
+      const int32_t index = i * 32 + lane;
+      if (first + index < params_.dbias_keys) row[first + index] = of_warp[index / 8][index % 8];
+    }
   }
 
   /// Stores the sums of a row of 16-bit elements, which may begin at any element: a lane stores the chunk of 16 bytes
