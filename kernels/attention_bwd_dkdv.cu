@@ -5,8 +5,8 @@
 // Compiled once for each combination of
 //   XA_DTYPE     f16, bf16, f32
 //   XA_HEAD_DIM  the bucket: D and Dv up to it run, padded with zeros in shared memory
-//   XA_SHAPE     large, small; key_ranges, bias, bias_aligned, bias_shifted, bias_large: for query rows with bounds of
-//                their keys, with a bias (include/bwd/shape.cuh)
+//   XA_SHAPE     large, small; key_ranges, bias, bias_aligned, bias_shifted, bias_f32, bias_f32_own, bias_large: for
+//                query rows with bounds of their keys, with a bias (include/bwd/shape.cuh)
 //   XA_LOGITS    none, softcap_alibi (include/bwd/probabilities.cuh)
 // Launch: kThreads threads, a CTA per block of kHeld rows of K and KV head, Shape::kSharedBytes of dynamic shared
 // memory. Blocks are those of RowBlocks with a bias, else ceil(Tk / kHeld).
@@ -40,18 +40,18 @@ class KeyGradients {
   using Columns = typename Shape::Columns;
   static constexpr int kTiles = Shape::kRowTiles, kBlocks = Shape::kChunk / 8, kColumnTiles = Shape::kColumns / 8;
   static constexpr int kSteps = Shape::kRowBytes / 32;
-  /// Whether few keys have code of their own. Beside it ptxas spills in the loop for the others where that loads an
-  /// aligned bias of 128 columns.
-  static constexpr bool kComputesFewKeys = Shape::kShiftsBias || (Shape::kHasAlignedBias && Shape::kHeadDim == 64);
-  /// Whether dS of a block is stored during the next one, when a barrier has passed after it.
-  static constexpr bool kStoresLater = Shape::kShiftsBias && !Shape::kExchanges;
-  static_assert(!kStoresLater || Shape::kBlock == Shape::kAtOnce);
+  /// Whether few keys have code of their own. Beside it ptxas spills in the loop for the others where that loads a bias
+  /// at 128 columns that dS does not replace.
+  static constexpr bool kComputesFewKeys = Shape::kReplacesBias || (Shape::kHasAlignedBias && Shape::kHeadDim == 64);
+  static_assert(!Shape::kReplacesBias || Shape::kBlock == Shape::kAtOnce);
   using Place = typename Shape::Place;
-  /// The first element of a row of dS, kNoBias if there is none; kShiftsBias: the chunk that has the block's first key.
-  using DsRow = std::conditional_t<Shape::kShiftsBias, T*, int64_t>;
+  using Bias = typename Shape::Bias;
+  /// The first element of a row of dS, kNoBias if there is none; kReplacesBias: the chunk that has the block's first
+  /// key.
+  using DsRow = std::conditional_t<Shape::kReplacesBias, Bias*, int64_t>;
   static_assert(sizeof(DsRow) == sizeof(int64_t));
   using Scores = float[kTiles][kBlocks][4];
-  using BiasStage = std::conditional_t<Shape::kShiftsBias, ShiftedBiasStage<Shape, T>, AlignedBiasStage<Shape, T>>;
+  using BiasStage = std::conditional_t<Shape::kShiftsBias, ShiftedBiasStage<Shape, Bias>, AlignedBiasStage<Shape, T>>;
 
  public:
   __device__ __forceinline__ KeyGradients(const BackwardParamsOf<Shape>& params, uint8_t* shared)
@@ -161,9 +161,18 @@ class KeyGradients {
   __device__ __forceinline__ BiasRowIndex* bias_rows(int stage) const {
     return reinterpret_cast<BiasRowIndex*>(shared_ + Shape::kBiasRowsOffset) + stage * Shape::kBlock;
   }
+  /// Whether the bias is staged where P and dS are exchanged.
+  __device__ __forceinline__ bool has_bias_in_exchange() const {
+    if constexpr (Shape::kStagesF32InExchange) {
+      return all_params_.bias.is_wide != 0;
+    } else {
+      return false;
+    }
+  }
   /// The bias of the query rows of a stage and the keys of the block.
   __device__ __forceinline__ StagedBias<Shape, T> staged_bias(int stage) const {
-    return {all_params_.bias, shared_ + Shape::kBiasOffset, stage, segment_.first_key};
+    return {all_params_.bias, shared_ + (has_bias_in_exchange() ? Shape::kExchangeOffset : Shape::kBiasOffset), stage,
+            segment_.first_key};
   }
   /// The stage of the bias of the block that begins at packed row `first` and is in stage `stage`.
   __device__ __forceinline__ int bias_stage(int32_t first, int stage) const {
@@ -268,8 +277,10 @@ class KeyGradients {
         if constexpr (Shape::kShiftsBias) {
           bias_begins(of_bias)[index_in_block] =
               BiasStage::begin(index_in_block, row_places(first)[index_in_block].bias);
+        }
+        if constexpr (Shape::kReplacesBias) {
           ds_rows(of_bias)[index_in_block] =
-              BiasStage::chunks_of(static_cast<T*>(all_params_.ds.data), ds_row, segment_.first_key);
+              BiasStage::chunks_of(static_cast<Bias*>(all_params_.ds.data), ds_row, segment_.first_key);
         } else {
           ds_rows(of_bias)[index_in_block] = ds_row;
         }
@@ -342,12 +353,14 @@ class KeyGradients {
       row = {-INFINITY, 0.0f, 0.0f, 0};
       if constexpr (Shape::kHasRanges) row_ranges(stage)[index_in_block] = {0, 0};
       if constexpr (Shape::kBiasRows > 0) bias_rows(stage)[index_in_block] = kNoBiasRow;
-      if constexpr (Shape::kShiftsBias) {
+      if constexpr (Shape::kStoresDs) {
         const int of_bias = bias_stage(first, stage);
-        bias_begins(of_bias)[index_in_block] = BiasStage::begin(index_in_block, {});
-        ds_rows(of_bias)[index_in_block] = nullptr;
-      } else if constexpr (Shape::kStoresDs) {
-        ds_rows(stage)[index_in_block] = kNoBias;
+        if constexpr (Shape::kShiftsBias) bias_begins(of_bias)[index_in_block] = BiasStage::begin(index_in_block, {});
+        if constexpr (Shape::kReplacesBias) {
+          ds_rows(of_bias)[index_in_block] = nullptr;
+        } else {
+          ds_rows(of_bias)[index_in_block] = kNoBias;
+        }
       }
     }
   }
@@ -389,7 +402,7 @@ class KeyGradients {
         },
         [&](int32_t first, int stage) { wait_for(first, stage); },
         [&](int32_t first, int32_t chunk, int stage) { process_chunk(first, chunk, stage); });
-    if constexpr (kStoresLater) {
+    if constexpr (Shape::kStoresLater) {
       // There is a block, because segments have query rows.
       const int32_t blocks = (segment_.columns.end - segment_.columns.begin + Shape::kBlock - 1) / Shape::kBlock;
       __syncthreads();
@@ -401,9 +414,12 @@ class KeyGradients {
   __device__ __forceinline__ void process_chunk(int32_t first, int32_t chunk, int stage) {
     const int32_t warp_row = row_warp() * Shape::kWarpRows;
     const int32_t own_chunk = chunk + (Shape::kExchanges ? column_warp() * Shape::kChunk : 0);
-    const uint32_t keys = base_ + warp_row * Rows::kPitch, values = keys + Shape::kHeldBytes;
+    // At 128 columns beside a bias of f32, registers for addresses across steps would be spilled.
+    constexpr bool kFindsKeys = Shape::kHasF32Bias && Shape::kReplacesBias && Shape::kExchanges;
+    const uint32_t base = kFindsKeys ? ptx::opaque(base_) : base_;
+    const uint32_t keys = base + warp_row * Rows::kPitch, values = keys + Shape::kHeldBytes;
     const uint32_t rows = queries(stage) + own_chunk * Rows::kPitch, douts = rows + Shape::kBlockBytes;
-    if constexpr (kStoresLater) {
+    if constexpr (Shape::kStoresLater) {
       if (first > segment_.columns.begin) store_shifted_ds(first - Shape::kBlock, stage);
     }
     Scores p, ds;
@@ -444,26 +460,31 @@ class KeyGradients {
     } else if (column < segment_.common.begin || column + Shape::kChunk > segment_.common.end) {
       mask(p, ds, [&](int32_t row) { return column_ranges()[warp_row + row]; }, column);
     }
-    if constexpr (Shape::kShiftsBias) {
+    if constexpr (Shape::kReplacesBias) {
       const int of_bias = bias_stage(first, stage);
       aligned_bias(of_bias).replace(ds, bias_begins(of_bias) + own_chunk, warp_row);
     }
     const int32_t first_chunk = 2 * column_warp();
     if constexpr (Shape::kExchanges) {
+      if (has_bias_in_exchange()) __syncthreads();
       uint8_t* const to = shared_ + Shape::kExchangeOffset + warp_row * Shape::kExchangePitch;
       store_operand<T, Shape::kExchangePitch>(to + own_chunk * sizeof(T), p);
       store_operand<T, Shape::kExchangePitch>(to + Shape::kExchangeMatrix + own_chunk * sizeof(T), ds);
       __syncthreads();
       const uint32_t from = ptx::shared_address(to);
       using Shared = SharedOperand<Shape::kBlock, Shape::kExchangePitch>;
-      accumulate<T, Columns>(dv_, Shared(from), queries(stage) + Shape::kBlockBytes, first_chunk);
-      accumulate<T, Columns>(dk_, Shared(from + Shape::kExchangeMatrix), queries(stage), first_chunk);
+      const uint32_t streamed = Shape::kHasF32Bias ? ptx::opaque(queries(stage)) : queries(stage);
+      accumulate<T, Columns>(dv_, Shared(from), streamed + Shape::kBlockBytes, first_chunk);
+      accumulate<T, Columns>(dk_, Shared(from + Shape::kExchangeMatrix), streamed, first_chunk);
     } else {
       accumulate<T, Columns>(dv_, RegisterOperand<T, kTiles, kBlocks>{p}, douts, first_chunk);
       accumulate<T, Columns>(dk_, RegisterOperand<T, kTiles, kBlocks>{ds}, rows, first_chunk);
     }
-    if constexpr (Shape::kShiftsBias) {
-      if constexpr (!kStoresLater) store_shifted_ds(first, stage);
+    if constexpr (Shape::kReplacesBias) {
+      if constexpr (!Shape::kStoresLater) {
+        if constexpr (!Shape::kExchanges) __syncthreads();
+        store_shifted_ds(first, stage);
+      }
     } else if constexpr (Shape::kStoresDs) {
       if (all_params_.ds.data != nullptr) {
         if constexpr (Shape::kHasAlignedBias) {
@@ -507,9 +528,11 @@ class KeyGradients {
     } else {
       // In place of the bias of these pairs, which the warp has read.
       static_assert(Shape::kChunk == Shape::kWarpRows);
-      constexpr int kPitch = Shape::template kStagedPitch<T>;
-      uint8_t* const staged =
-          shared_ + Shape::kBiasOffset + stage * BiasStage::kBytes + own_chunk * kPitch + warp_row * sizeof(T);
+      constexpr int kPitch = Shape::template kStagedPitch<Bias>;
+      // Rows begin up to 15 bytes after a chunk with kShiftsBias: from the next one on, bytes of all are of these
+      // pairs.
+      uint8_t* const staged = shared_ + Shape::kBiasOffset + stage * BiasStage::kBytes + own_chunk * kPitch +
+                              warp_row * sizeof(Bias) + (Shape::kShiftsBias ? 16 : 0);
       __syncwarp();
       stage_score_gradients<T, kPitch>(staged, ds);
       __syncwarp();

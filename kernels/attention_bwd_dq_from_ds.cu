@@ -5,7 +5,8 @@
 // Compiled once for each combination of
 //   XA_DTYPE     f16, bf16
 //   XA_HEAD_DIM  64, 128, 256, 512: the bucket; D up to it runs, padded with zeros in shared memory
-//   XA_ROWS      aligned, shifted: whether rows of dS begin with chunks of 16 bytes, or anywhere
+//   XA_ROWS      aligned, shifted: whether rows of dS begin with chunks of 16 bytes, or anywhere; f32: of this type,
+//                anywhere, up to 128 columns
 // Launch: kThreads threads, a CTA per block of kDqFromDsRows packed query rows (RowBlocks), KV head and part of the
 // columns, the table's dynamic shared memory.
 
@@ -41,8 +42,10 @@ struct DqFromDsShape : tiles::AttentionBwdDqFromDs<Rows, kBucket> {
   /// A warp has 32 rows, and with others of the same rows every so many groups of columns.
   static constexpr int kTiles = 2, kWarpRows = 16 * kTiles, kColumns = kHeadDim / Config::kColumnWarps;
   static constexpr int kThreads = 32 * kHeld / kWarpRows * Config::kColumnWarps;
-  using DsStage = std::conditional_t<std::is_same_v<Rows, tiles::rows_shifted>, ShiftedDsStage<kHeld, kKeys, kThreads>,
-                                     AlignedDsStage<kHeld, kKeys, kThreads>>;
+  using ShiftedStage = std::conditional_t<std::is_same_v<Rows, tiles::rows_f32>, F32DsStage<kHeld, kKeys, kThreads>,
+                                          ShiftedDsStage<kHeld, kKeys, kThreads>>;
+  using DsStage = std::conditional_t<std::is_same_v<Rows, tiles::rows_aligned>, AlignedDsStage<kHeld, kKeys, kThreads>,
+                                     ShiftedStage>;
   using KeyRows = SwizzledRows<2 * kHeadDim>;
   using KeyColumns = ColumnGroups<KeyRows, Config::kColumnWarps>;
   static constexpr int kStageBytes = DsStage::kBytes + kKeys * KeyRows::kPitch;
@@ -55,6 +58,8 @@ struct DqFromDsShape : tiles::AttentionBwdDqFromDs<Rows, kBucket> {
 template <typename Shape, typename T>
 class QueryGradientsFromDs {
   using DsStage = typename Shape::DsStage;
+  using Ds = typename DsStage::template Ds<T>;
+  static constexpr uint32_t kDsElements = 16 / sizeof(Ds);
 
  public:
   __device__ __forceinline__ QueryGradientsFromDs(const BiasBackwardParams& params, uint8_t* shared)
@@ -142,7 +147,7 @@ class QueryGradientsFromDs {
     // Modulo 2^32: another row that is taken for the last one is computed as well.
     const uint32_t pitch = all_params_.ds.pitch;
     const uint32_t elements = all_params_.seqs * all_params_.heads * all_params_.bias.rows * pitch;
-    if (elements % 8 == 0) return end;
+    if (elements % kDsElements == 0) return end;
     return static_cast<uint32_t>(row_of(end - 1).element) + pitch == elements ? end - 1 : end;
   }
   /// Finds the rows of the segment in dS, except those that are computed one by one.
@@ -160,7 +165,7 @@ class QueryGradientsFromDs {
     const int32_t column = first + index * Shape::kKeys, key = column - key_0();
     if (key < segment_.columns.end) {
       const uint32_t stage = stage_at(index);
-      DsStage::fetch(static_cast<const T*>(all_params_.ds.data), rows(), column, stage);
+      DsStage::fetch(static_cast<const Ds*>(all_params_.ds.data), rows(), column, stage);
       fetch_key_rows(key, stage + DsStage::kBytes);
     }
     ptx::cp_async_commit();
@@ -199,7 +204,7 @@ class QueryGradientsFromDs {
     for (int32_t index = 0; index < blocks; ++index) {
       const uint32_t stage = stage_at(index);
       ptx::cp_async_wait<kAhead - 1>();
-      DsStage::settle(rows(), stage);
+      DsStage::template settle<T>(rows(), stage);
       __syncthreads();
       fetch(first, index + kAhead);
       accumulate<T, typename Shape::KeyColumns>(dq_, typename DsStage::Operand(stage, warp_row()),

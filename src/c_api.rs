@@ -364,12 +364,12 @@ pub unsafe extern "C" fn xa_workspace(
     unsafe { c.write(coefficients) };
 }
 
-/// What a bias of q's type of `num_keys` keys per row (Sk) adds to that size in a call without a soft cap and ALiBi: `c[0] + c[1] * R`
-/// bytes for R rows of the bias, Sq for each of its sequences and heads. Both are 0 where no kernel copies the bias or stores dS.
+/// What a bias of `num_keys` keys per row (Sk) adds to that size in a call without a soft cap and ALiBi: `c[0] + c[1] * R` bytes for R
+/// rows of the bias, Sq for each of its sequences and heads. Both are 0 where no kernel copies the bias or stores dS.
 ///
-/// `is_shared` is whether sequences or heads share it, `is_masked` whether the call has a causal mask or a window, and `gradient_rows`
-/// are the query rows (Tq) of a call that has the gradient of the bias, 0 of others; the other parameters are those of
-/// [`xa_workspace`].
+/// `bias_dtype` is XLA's number of its element type, q's or f32; `is_shared` is whether sequences or heads share it, `is_masked` whether the
+/// call has a causal mask or a window, `has_gradient` whether it has the gradient of the bias, and `num_rows` are its query rows (Tq), 0 if
+/// they are not known; the other parameters are those of [`xa_workspace`].
 ///
 /// # Safety
 /// `c` has room for two numbers.
@@ -382,15 +382,18 @@ pub unsafe extern "C" fn xa_bias_workspace(
     dtype: i32,
     batch_invariant: bool,
     num_keys: i64,
+    bias_dtype: i32,
     is_shared: bool,
     is_masked: bool,
-    gradient_rows: i64,
+    has_gradient: bool,
+    num_rows: i64,
     c: *mut [i64; 2],
 ) {
     let coefficients = or_failure([0; 2], || {
         let (num_kv_heads, dtype) = (1, DType(dtype));
         let sizes = AttentionSizes { num_q_heads, num_kv_heads, head_dim, value_dim, dtype, batch_invariant };
-        let bias = BiasSizes { keys: num_keys, is_shared, is_masked, gradient_rows };
+        let (keys, rows) = (num_keys, num_rows);
+        let bias = BiasSizes { keys, dtype: DType(bias_dtype), is_shared, is_masked, has_gradient, rows };
         let size = Op::from_number(op).map(|op| sizes.bias_workspace(op, bias));
         size.map_or([0; 2], |size| [size.fixed, size.per_bias_row])
     });

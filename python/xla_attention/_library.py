@@ -152,7 +152,7 @@ def library() -> ctypes.CDLL:
     lib.xa_workspace.restype = None
     bias_coefficients = ctypes.POINTER(ctypes.c_int64 * 2)
     sizes = [ctypes.c_int64] * 3
-    options = [ctypes.c_int64, ctypes.c_bool, ctypes.c_bool, ctypes.c_int64]
+    options = [ctypes.c_int64, ctypes.c_int32, ctypes.c_bool, ctypes.c_bool, ctypes.c_bool, ctypes.c_int64]
     lib.xa_bias_workspace.argtypes = [
         *(ctypes.c_int32, *sizes, ctypes.c_int32, ctypes.c_bool, *options),
         bias_coefficients,
@@ -338,12 +338,13 @@ def check(
     Request(target, operands, results, attributes).run(Action.CHECK)
 
 
-class CopiedBias(NamedTuple):
-    """A bias that kernels may copy to the workspace of a call, or for whose gradient they may store dS there."""
+class BiasSizes(NamedTuple):
+    """A bias that kernels may copy to the workspace of a call, or beside which they may store dS there."""
 
     shape: tuple[Any, ...]  # [B or 1, Hq or 1, Sq, Sk], may be symbolic
     is_masked: bool  # whether the call has a causal mask or a window
     has_gradient: bool = False  # whether the call has the gradient of the bias
+    is_f32: bool = False  # whether it is of f32 beside operands of another type
 
 
 def workspace(
@@ -356,7 +357,7 @@ def workspace(
     batch_invariant: bool,
     rows: Any,  # noqa: ANN401
     sequences: Any,  # noqa: ANN401
-    bias: CopiedBias | None = None,
+    bias: BiasSizes | None = None,
 ) -> Any:  # noqa: ANN401
     """The workspace size of an attention call or its gradients, in bytes.
 
@@ -370,15 +371,15 @@ def workspace(
     if bias is not None and isinstance(bias.shape[3], int):
         is_shared = not (bias.shape[0] == sequences and bias.shape[1] == q_heads)
         static = (target, q_heads, head_dim, value_dim, dtype, batch_invariant)
-        gradient_rows = rows if bias.has_gradient and isinstance(rows, int) else 0
-        fixed, per_bias_row = _bias_coefficients(*static, bias.shape[3], is_shared, bias.is_masked, gradient_rows)
+        of_bias = (bias.shape[3], "float32" if bias.is_f32 else dtype, is_shared, bias.is_masked, bias.has_gradient)
+        fixed, per_bias_row = _bias_coefficients(*static, *of_bias, rows if isinstance(rows, int) else 0)
         size += fixed
         if per_bias_row > 0:
             size += per_bias_row * (bias.shape[0] * bias.shape[1] * bias.shape[2])
     return size
 
 
-def copied_bias(
+def bias_sizes(
     bias: Any,  # noqa: ANN401
     query_dtype: Any,  # noqa: ANN401
     softcap: float,
@@ -386,11 +387,11 @@ def copied_bias(
     causal: bool,
     windows: tuple[int, int],
     has_gradient: bool = False,
-) -> CopiedBias | None:
-    """What `workspace` needs to know of a call's bias; None without one, and if no kernel copies it."""
-    if bias is None or bias.ndim != 4 or bias.dtype != query_dtype or softcap > 0 or alibi_slopes is not None:
+) -> BiasSizes | None:
+    """What `workspace` needs to know of a call's bias; None without one, and if it adds nothing."""
+    if bias is None or bias.ndim != 4 or softcap > 0 or alibi_slopes is not None:
         return None
-    return CopiedBias(tuple(bias.shape), bool(causal) or max(windows) >= 0, has_gradient)
+    return BiasSizes(tuple(bias.shape), bool(causal) or max(windows) >= 0, has_gradient, bias.dtype != query_dtype)
 
 
 @functools.lru_cache(maxsize=1024)
@@ -418,12 +419,14 @@ def _bias_coefficients(
     dtype: Any,  # noqa: ANN401
     batch_invariant: bool,
     keys: int,
+    bias_dtype: Any,  # noqa: ANN401
     is_shared: bool,
     is_masked: bool,
-    gradient_rows: int,
+    has_gradient: bool,
+    rows: int,
 ) -> tuple[int, int]:
     coefficients, lib = (ctypes.c_int64 * 2)(), library()
-    options = (is_shared, is_masked, gradient_rows)
+    options = (_dtype_number(bias_dtype), is_shared, is_masked, has_gradient, rows)
     sizes = (q_heads, head_dim, value_dim, _dtype_number(dtype), batch_invariant, keys, *options)
     lib.xa_bias_workspace(lib.xa_op(target.encode()), *sizes, ctypes.byref(coefficients))
     return tuple(coefficients)

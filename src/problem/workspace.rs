@@ -66,17 +66,21 @@ pub(crate) fn score_gradient_bytes(heads: usize, rows: usize, keys: usize) -> Op
     (bytes <= MAX_SCORE_GRADIENT_BYTES).then_some(bytes)
 }
 
-/// What of a bias of q's type decides whether a kernel copies it, or stores dS.
+/// What of a bias decides whether a kernel copies it, or stores dS.
 #[derive(Clone, Copy, Debug)]
 pub struct BiasSizes {
     /// Keys per row, Sk.
     pub keys: i64,
+    /// Its element type: q's or f32.
+    pub dtype: DType,
     /// Whether sequences or heads share it.
     pub is_shared: bool,
     /// Whether the call has a causal mask or a window.
     pub is_masked: bool,
-    /// Query rows of a call that has the gradient of the bias, Tq; 0 of others, and if it is not known.
-    pub gradient_rows: i64,
+    /// Whether the call has the gradient of the bias.
+    pub has_gradient: bool,
+    /// Query rows, Tq; 0 if it is not known.
+    pub rows: i64,
 }
 
 /// Whether a forward call with up to `columns` columns per head copies a bias for the kernel that loads it by TMA. Up to 128 columns there
@@ -84,6 +88,9 @@ pub struct BiasSizes {
 pub(crate) fn forward_copies_bias(columns: i64, is_shared: bool) -> bool {
     is_shared || columns > 128
 }
+
+/// The columns per head up to which dS of a bias of f32 beside 16-bit operands may be stored as the gradient of each pair's own bias.
+pub(crate) const MAX_OWN_F32_COLUMNS: i64 = 128;
 
 /// Whether Hopper's gradients up to 128 columns copy each pair's own bias of rows that TMA does not load, for a call that has the gradient of
 /// that bias: it is copied back, so that the portable kernels, which store it where it belongs, are faster at D 64, and under a causal mask.
@@ -131,10 +138,12 @@ impl AttentionSizes {
         }
     }
 
-    /// What a bias of q's type adds to the size for a call of `op` without a soft cap and `ALiBi`. Kernels on Hopper, and those for
-    /// gradients on every GPU, load it in rows of a multiple of 16 bytes; a bias of other rows is copied to such rows in the
+    /// What a bias adds to the size for a call of `op` without a soft cap and `ALiBi`. Kernels on Hopper, and those for
+    /// gradients on every GPU, load one of q's type in rows of a multiple of 16 bytes; a bias of other rows is copied to such rows in the
     /// workspace, if that is worth it. Where sequences or heads share it, the kernels for its gradient sum dS of all pairs from
     /// the workspace, up to half a GiB: up to 128 columns on other GPUs than Hopper alone, past 256 on those with 227 KB of shared memory.
+    /// Beside a bias of f32 and 16-bit operands all gradients are computed from dS there, except those with the gradient of each pair's own
+    /// bias up to 128 columns, which is dS.
     ///
     /// ```
     /// use xla_attention::ops::workspace::{AttentionSizes, BiasSizes};
@@ -143,7 +152,7 @@ impl AttentionSizes {
     /// let (num_q_heads, num_kv_heads, head_dim, value_dim) = (12, 12, 64, 64);
     /// let dtype = DType::BF16;
     /// let sizes = AttentionSizes { num_q_heads, num_kv_heads, head_dim, value_dim, dtype, batch_invariant: false };
-    /// let bias = BiasSizes { keys: 197, is_shared: true, is_masked: false, gradient_rows: 0 };
+    /// let bias = BiasSizes { keys: 197, dtype, is_shared: true, is_masked: false, has_gradient: false, rows: 2 * 197 };
     /// assert_eq!(sizes.bias_workspace(Op::FlashAttnVarlen, bias).per_bias_row, 400);
     /// assert_eq!(sizes.bias_workspace(Op::FlashAttnVarlen, BiasSizes { keys: 200, ..bias }).per_bias_row, 0);
     /// ```
@@ -153,24 +162,30 @@ impl AttentionSizes {
         const CHUNK: i64 = 8;
         /// What the alignment of the copy, and the tile counter before it, take at most.
         const FIXED: i64 = 256;
-        let BiasSizes { keys, is_shared, is_masked, gradient_rows } = bias;
+        let BiasSizes { keys, dtype, is_shared, is_masked, has_gradient, rows } = bias;
         let columns = self.head_dim.max(self.value_dim);
         // Of the kernels that take the copy, and of those that store dS, which take it too.
         let [max_columns, max_ds_columns] = match op {
+            Op::FlashAttnVarlenBwd if dtype != self.dtype => {
+                let is_gradient = has_gradient && !is_shared && columns <= MAX_OWN_F32_COLUMNS;
+                [0, if is_gradient { 0 } else { MAX_HEAD_DIM }]
+            }
+            _ if dtype != self.dtype => [0, 0],
             Op::FlashAttnVarlen if !self.batch_invariant && forward_copies_bias(columns, is_shared) => [256, 0],
-            Op::FlashAttnVarlenBwd if gradient_rows == 0 => [128, 0],
+            Op::FlashAttnVarlenBwd if !has_gradient => [128, 0],
             Op::FlashAttnVarlenBwd if is_shared => [128, MAX_HEAD_DIM],
             Op::FlashAttnVarlenBwd if gradients_copy_own_bias(columns, is_masked) => [128, 0],
             _ => [0, 0],
         };
         let is_up_to = |max: i64| self.dtype.size() == 2 && (1..=max).contains(&columns) && keys >= 1;
-        let score_gradients = if is_up_to(max_ds_columns) {
-            let sizes = [self.num_q_heads, gradient_rows, keys].map(|size| size.max(0) as usize);
+        let score_gradients = if is_up_to(max_ds_columns) && rows > 0 {
+            let sizes = [self.num_q_heads.max(0), rows, keys].map(|size| size as usize);
             score_gradient_bytes(sizes[0], sizes[1], sizes[2]).map_or(0, |bytes| FIXED + bytes as i64)
         } else {
             0
         };
-        let is_copied = keys % CHUNK != 0 && (is_up_to(max_columns) || score_gradients > 0);
+        let takes_copy = is_up_to(max_columns) || (score_gradients > 0 && dtype == self.dtype);
+        let is_copied = keys % CHUNK != 0 && takes_copy;
         if !is_copied {
             return BiasWorkspaceSize { fixed: score_gradients, per_bias_row: 0 };
         }

@@ -390,6 +390,7 @@ pub(crate) fn backward(generator: &mut Generator) -> FuzzCall {
     let options = GradientOptions {
         dlse: generator.chance(30),
         dsinks: generator.chance(40),
+        dbias: generator.chance(70),
         deterministic: generator.chance(50),
         dtype: generator.chance(30).then_some(F32),
     };

@@ -156,6 +156,28 @@ fn biases_with_stored_ds_agree_with_the_reference() {
     }
 }
 
+/// A bias of f32, whose dS is stored where it is the gradient and in the workspace, if that has room.
+#[test]
+fn biases_of_f32_agree_with_the_reference() {
+    for seed in calls_for_tiles(0..30) {
+        let any = biased(seed + seed / 5);
+        let head_dim = [64, 128, 96, 40, 72, 256, 136, 512][seed % 8];
+        let lengths = match seed % 3 {
+            0 => any.lengths.clone(),
+            1 => vec![[(129, 257), (40, 261), (258, 130), (65, 129), (20, 141)][seed % 5]; 3],
+            _ => vec![(70, 130), (1, [136, 141][seed % 2]), (33, 65), (40, 3), (0, 9), (2, 131)],
+        };
+        let bias = any.bias.map(|form| BiasForm { dtype: Some(F32), ..form });
+        let spec = BatchSpec { head_dim, lengths, bias, leftpad: false, ..any };
+        let memory = [large_workspace(), portable_workspace(&spec)][usize::from(seed % 5 == 4)].clone();
+        let memory = MemoryLayout { rows_around: (3, 5), seed: seed as u64, ..memory };
+        let memory = if seed % 3 == 1 { memory.bare() } else { memory };
+        let options = [GradientOptions::ALL, GradientOptions::MINIMAL][usize::from(seed % 7 == 6)];
+        let mut case = GradientCase::store(&spec.batch(), &memory, options);
+        assert_named_matches_reference(&format!("{seed}: {spec:?}"), &mut case);
+    }
+}
+
 /// The same past 128 columns, where dS of shared rows is stored if it has room. Sequences begin within blocks of keys, or all have the
 /// rows and keys of the bias and begin with blocks.
 #[test]

@@ -40,14 +40,20 @@ def test_jax_has_room_for_the_copy_of_a_bias_in_rows_of_any_length():
 
 
 def test_there_is_room_for_ds_of_a_gradient_up_to_a_limit():
-    def size(rows, shape, has_gradient=True):
-        static = ("xla_gpu_flash_attn_varlen_bwd", HEADS, HEADS, HEAD_DIM, HEAD_DIM, 16, False)
-        bias = _library.CopiedBias(shape, False, has_gradient)
+    def size(rows, shape, has_gradient=True, is_f32=False, head_dim=HEAD_DIM):
+        static = ("xla_gpu_flash_attn_varlen_bwd", HEADS, HEADS, head_dim, head_dim, 16, False)
+        bias = _library.BiasSizes(shape, False, has_gradient, is_f32)
         return _library.workspace(*static, rows, 4, bias) - _library.workspace(*static, rows, 4)
 
-    assert size(4096, (1, HEADS, 1024, 1024)) == 256 + 2 * HEADS * 4096 * 1032
+    room = 256 + 2 * HEADS * 4096 * 1032
+    assert size(4096, (1, HEADS, 1024, 1024)) == room
     assert size(4096, (4, HEADS, 1024, 1024)) == 0  # the gradient itself is dS
     assert size(4096, (1, HEADS, 1024, 1024), has_gradient=False) == 0
+    # One of f32 beside 16-bit operands is not copied, and dS is stored without its gradient too.
+    assert size(4096, (1, HEADS, 1021, 1021), is_f32=True) == room
+    assert size(4096, (4, HEADS, 1024, 1024), has_gradient=False, is_f32=True) == room
+    assert size(4096, (4, HEADS, 1024, 1024), is_f32=True) == 0
+    assert size(4096, (4, HEADS, 1024, 1024), is_f32=True, head_dim=136) == room
     assert size(4 * 4096, (1, HEADS, 4096, 4096)) == 0
     (rows,) = jax.export.symbolic_shape("r")
     assert size(rows, (1, HEADS, 1024, 1024)) == 0
@@ -82,7 +88,7 @@ def test_a_symbolic_number_of_rows_is_counted_and_one_of_keys_is_not():
     rows, keys = jax.export.symbolic_shape("r, k")
 
     def size(bias_shape):
-        return _library.workspace(*static, 2 * LENGTH, 2, _library.CopiedBias(bias_shape, False))
+        return _library.workspace(*static, 2 * LENGTH, 2, _library.BiasSizes(bias_shape, False))
 
     plain = _library.workspace(*static, 2 * LENGTH, 2)
     assert size((1, HEADS, rows, LENGTH)) == plain + 256 + 400 * (HEADS * rows)

@@ -14,31 +14,35 @@ use xla_attention::Op;
 
 /// Which cotangents and gradients a call has.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
+#[allow(clippy::struct_excessive_bools, reason = "each is an option of the call")]
 pub struct GradientOptions {
     /// Whether `softmax_lse` has a cotangent.
     pub dlse: bool,
     /// Whether `dsinks` is a result.
     pub dsinks: bool,
+    /// Whether the gradient of a bias, if there is one, is a result.
+    pub dbias: bool,
     pub deterministic: bool,
     /// The dtype of the gradients, f32; `None` for that of the operands.
     pub dtype: Option<Dtype>,
 }
 
 impl GradientOptions {
-    pub const ALL: Self = Self { dlse: true, dsinks: true, deterministic: true, dtype: None };
+    pub const ALL: Self = Self { dlse: true, dsinks: true, dbias: true, deterministic: true, dtype: None };
 
     /// All options for seed 1, a combination of them for other seeds.
     pub fn from_seed(seed: u64) -> Self {
         Self {
             dlse: seed & 2 == 0,
             dsinks: seed & 4 == 0,
+            dbias: seed % 5 != 3,
             deterministic: seed & 8 == 0,
             dtype: (seed & 16 != 0).then_some(F32),
         }
     }
 
     /// The gradients of `out` only.
-    pub const MINIMAL: Self = Self { dlse: false, dsinks: false, deterministic: false, dtype: None };
+    pub const MINIMAL: Self = Self { dlse: false, dsinks: false, dbias: false, deterministic: false, dtype: None };
 }
 
 /// A call of `flash_attn_varlen_bwd`.
@@ -137,7 +141,7 @@ impl GradientCase {
         if let Some(bytes) = case.workspace {
             call = call.result("workspace", U8, &[bytes as i64]);
         }
-        if let Some(bias) = &case.bias {
+        if let Some(bias) = case.bias.as_ref().filter(|_| self.options.dbias) {
             for (name, dtype) in [("dsinks", F32), ("workspace", U8)] {
                 if !call.results.iter().any(|result| result.name == name) {
                     call = call.result(name, dtype, &[0]);

@@ -267,7 +267,7 @@ impl PairwiseOptions {
             ..MemoryLayout::default()
         };
         let (deterministic, dtype) = (of.deterministic?, of.gradients?);
-        let options = GradientOptions { dlse: of.dlse?, dsinks: of.dsinks?, deterministic, dtype };
+        let options = GradientOptions { dlse: of.dlse?, dsinks: of.dsinks?, dbias: true, deterministic, dtype };
         Some((of.target?, spec, memory_layout, options))
     }
 }

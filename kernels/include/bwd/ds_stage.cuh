@@ -3,20 +3,22 @@
 #pragma once
 
 #include <cstdint>
+#include <type_traits>
 
 #include "bwd/products.cuh"
 #include "bwd/ptx_extra.cuh"
 #include "bwd/score_gradients.cuh"
 #include "chunk_window.cuh"
+#include "element.cuh"
 #include "ptx.cuh"
 #include "shared_rows.cuh"
 
 namespace xa {
 
 /// The chunks of 16 bytes of a block that a thread copies: chunk `chunk` of rows `row`, `row + kStep`, ... of its warp.
-template <int kHeld, int kKeys, int kThreads>
+template <int kHeld, int kKeys, int kThreads, int kElements = 8>
 struct WarpRows {
-  static constexpr int kChunks = kKeys / 8, kRows = kHeld / (kThreads / 32), kStep = 32 / kChunks;
+  static constexpr int kChunks = kKeys / kElements, kRows = kHeld / (kThreads / 32), kStep = 32 / kChunks;
   static_assert(kRows % kStep == 0);
 
   const int32_t lane = ptx::thread() % 32, first = ptx::thread() / 32 * kRows;
@@ -31,6 +33,8 @@ class AlignedDsStage {
 
  public:
   static constexpr bool kIsShifted = false;
+  template <typename T>
+  using Ds = T;
   static constexpr int kBytes = kHeld * Rows::kPitch;
 
   /// Operand A of `accumulate`: the rows from `first_row` on of the stage at shared address `stage`.
@@ -57,10 +61,11 @@ class AlignedDsStage {
       const int32_t row = own.row + i;
       const ScoreGradientRow from = rows[row];
       const bool exists = from.attends(column);
-      ptx::cp_async_16(stage + Rows::offset(row, own.chunk), exists ? ds + from.element + column : ds, exists);
+      ptx::cp_async_16_of_256(stage + Rows::offset(row, own.chunk), exists ? ds + from.element + column : ds, exists);
     }
   }
   /// Completes the rows of the warp when its threads' copies have arrived.
+  template <typename T>
   static __device__ __forceinline__ void settle(const ScoreGradientRow*, uint32_t) {}
 };
 
@@ -73,6 +78,8 @@ class ShiftedDsStage {
 
  public:
   static constexpr bool kIsShifted = true;
+  template <typename T>
+  using Ds = T;
   static constexpr int kBytes = kHeld * kPitch;
 
   struct Operand : SharedOperand<kKeys, kPitch> {
@@ -97,6 +104,7 @@ class ShiftedDsStage {
     if (own.lane < Copies::kRows) copy(own.first + own.lane, Copies::kChunks);
   }
   /// Shifts each row to the beginning of its part of the stage.
+  template <typename T>
   static __device__ __forceinline__ void settle(const ScoreGradientRow* rows, uint32_t stage) {
     constexpr int kLanes = 32 / Copies::kRows, kChunks = Copies::kChunks / kLanes;
     // Chunks that a lane shifts before it stores them.
@@ -127,6 +135,105 @@ class ShiftedDsStage {
   /// Which element of its chunk column 0 is.
   static __device__ __forceinline__ int32_t shift_of(const ScoreGradientRow& row) {
     return static_cast<int32_t>(row.element) & 7;
+  }
+};
+
+/// dS of f32 in rows that begin anywhere. The chunks of a row are copied in the same way, and rounded when they are
+/// shifted.
+template <int kHeld, int kKeys, int kThreads>
+class F32DsStage {
+  static constexpr int kElements = 4, kPitch = 4 * kKeys + 16;
+  using Copies = WarpRows<kHeld, kKeys, kThreads, kElements>;
+
+ public:
+  static constexpr bool kIsShifted = true;
+  template <typename T>
+  using Ds = float;
+  static constexpr int kBytes = kHeld * kPitch;
+
+  /// A row's 16-bit elements begin where its chunks did.
+  struct Operand : SharedOperand<kKeys, kPitch> {
+    __device__ __forceinline__ Operand(uint32_t stage, int32_t first_row)
+        : SharedOperand<kKeys, kPitch>(stage + first_row * kPitch) {}
+  };
+
+  static __device__ __forceinline__ void fetch(const float* ds, const ScoreGradientRow* rows, int32_t column,
+                                               uint32_t stage) {
+    const Copies own;
+    constexpr int kCopies = Copies::kRows / Copies::kStep, kAtOnce = 4;
+    static_assert(kCopies % kAtOnce == 0);
+    const auto copy = [&](int32_t row, int32_t chunk, const ScoreGradientRow& from) {
+      const int32_t first = column + kElements * chunk - shift_of(from);
+      const bool exists = from.attends<kElements>(first);
+      // Elements past the last key become zeros: they may be those of another row.
+      ptx::cp_async_16_of(stage + row * kPitch + 16 * chunk, exists ? ds + from.element + first : ds,
+                          exists ? min(from.end - first, kElements) * 4 : 0);
+    };
+#pragma unroll
+    for (int32_t i = 0; i < kCopies; i += kAtOnce) {
+      // Several rows first: the copies wait for them once then.
+      ScoreGradientRow of[kAtOnce];
+#pragma unroll
+      for (int j = 0; j < kAtOnce; ++j) of[j] = rows[own.row + (i + j) * Copies::kStep];
+#pragma unroll
+      for (int j = 0; j < kAtOnce; ++j) copy(own.row + (i + j) * Copies::kStep, own.chunk, of[j]);
+    }
+    if (own.lane < Copies::kRows) copy(own.first + own.lane, Copies::kChunks, rows[own.first + own.lane]);
+  }
+  /// Rounds each row to the beginning of its part of the stage.
+  template <typename T>
+  static __device__ __forceinline__ void settle(const ScoreGradientRow* rows, uint32_t stage) {
+    constexpr int kLanes = 32 / Copies::kRows, kChunks = Copies::kChunks / kLanes;
+    // Chunks that a lane rounds before it stores them.
+    constexpr int kAtOnce = 4, kParts = kChunks / kAtOnce;
+    static_assert(kLanes * kParts * kAtOnce == Copies::kChunks && (kLanes == 1 || kParts == 1));
+    const Copies own;
+    const int32_t row = own.first + own.lane / kLanes, shift = shift_of(rows[row]);
+    const int32_t first = own.lane % kLanes * kChunks;
+    const uint32_t from = stage + row * kPitch + first * 16, to = stage + row * kPitch + first * 8;
+    __syncwarp();
+    const auto round = [&](auto shifts) {
+      float4 next = ptx::load_shared_f32x4(from);
+#pragma unroll
+      for (int part = 0; part < kParts; ++part) {
+        uint2 rounded[kAtOnce];
+#pragma unroll
+        for (int i = 0; i < kAtOnce; ++i) {
+          constexpr bool kShifts = decltype(shifts)::value;
+          const int following = part * kAtOnce + i + 1;
+          const float4 chunk = next;
+          if (kShifts || following < kChunks) next = ptx::load_shared_f32x4(from + following * 16);
+          const float4 x = kShifts ? shifted(chunk, next, shift) : chunk;
+          rounded[i] = make_uint2(Element<T>::pack(x.x, x.y), Element<T>::pack(x.z, x.w));
+        }
+        // Another lane may need what is there.
+        if (kLanes > 1) __syncwarp();
+#pragma unroll
+        for (int i = 0; i < kAtOnce; i += 2) {
+          ptx::store_shared_16(to + (part * kAtOnce + i) * 8,
+                               make_uint4(rounded[i].x, rounded[i].y, rounded[i + 1].x, rounded[i + 1].y));
+        }
+      }
+    };
+    // In most calls all rows begin with chunks, or none of them does.
+    if (__any_sync(~0u, shift != 0)) {
+      round(std::true_type{});
+    } else {
+      round(std::false_type{});
+    }
+  }
+
+ private:
+  /// Which element of its chunk column 0 is.
+  static __device__ __forceinline__ int32_t shift_of(const ScoreGradientRow& row) {
+    return static_cast<int32_t>(row.element) & (kElements - 1);
+  }
+  /// The four elements of two chunks from element `shift`, 0 to 3, on.
+  static __device__ __forceinline__ float4 shifted(const float4& first, const float4& second, int32_t shift) {
+    const bool by_two = (shift & 2) != 0, by_one = (shift & 1) != 0;
+    const float a = by_two ? first.z : first.x, b = by_two ? first.w : first.y, c = by_two ? second.x : first.z;
+    const float d = by_two ? second.y : first.w, e = by_two ? second.z : second.x;
+    return by_one ? make_float4(b, c, d, e) : make_float4(a, b, c, d);
   }
 };
 

@@ -20,11 +20,11 @@
 
 namespace xa {
 
-/// Whether the segment's block has few keys. Chunks of dS are stored whole, unless rows begin anywhere (kShiftsBias),
-/// so the keys must begin with one.
+/// Whether the segment's block has few keys. Chunks of dS are stored whole, unless it is the gradient of the bias,
+/// whose rows begin anywhere (kReplacesBias), so the keys must begin with one.
 template <typename Shape>
 __device__ __forceinline__ bool has_few_keys(const BiasBackwardParams& params, const SequenceSegment& segment) {
-  return block_rows() <= kFewRows && (Shape::kShiftsBias || first_column(params, segment) % 8 == 0);
+  return block_rows() <= kFewRows && (Shape::kReplacesBias || first_column(params, segment) % 8 == 0);
 }
 
 template <typename Shape, typename T>
@@ -136,7 +136,7 @@ class FewKeyGradients {
     found.q = q_row_of<T>(params_, token, head);
     found.dout = dout_row_of<T>(params_, token, head);
     const int64_t bias_of_row = bias_row(bias, bias_row_index(bias, sequence, head, query));
-    found.bias = bias_at<T>(bias, bias_of_row, key);
+    found.bias = bias_at<typename Shape::Bias>(bias, bias_of_row, key);
     found.lse = __ldg(forward.lse + index);
     found.delta = stored_delta_of<T>(params_, static_cast<int32_t>(token), head);
     return found;
@@ -222,12 +222,13 @@ class FewKeyGradients {
   }
   __device__ __forceinline__ void store_ds(int64_t element, bool is_first, float ds) const {
     if (all_params_.ds.data == nullptr) return;
-    T* const to = static_cast<T*>(all_params_.ds.data) + element;
-    if (!Shape::kShiftsBias && is_first) {
+    using Ds = typename Shape::Ds;
+    Ds* const to = static_cast<Ds*>(all_params_.ds.data) + element;
+    if constexpr (!Shape::kReplacesBias) {
       // Rows of dS begin with chunks.
-      store_chunk(to - element % kElements, Chunk<T, kElements>{});
+      if (is_first) store_chunk(to - element % kElements, Chunk<T, kElements>{});
     }
-    *to = rounded<T>(ds);
+    *to = rounded<Ds>(ds);
   }
 
   const BiasBackwardParams& all_params_;

@@ -18,6 +18,7 @@ namespace xa {
 
 template <typename Shape, typename T>
 class FewRowGradients {
+  using Ds = typename Shape::DsStage::template Ds<T>;
   static constexpr int kElements = 8;
   /// Adjacent lanes divide the columns of a key. The keys that all threads have at a time, and how often a thread loads
   /// one before it computes.
@@ -58,25 +59,25 @@ class FewRowGradients {
     const int32_t key_0 = column_of_key_0(params_, segment_.tile.start_k);
     const T* const k =
         static_cast<const T*>(forward.k.base) + segment_.kv_head * forward.k.head_stride + first_column_ + column;
-    const T* const ds = static_cast<const T*>(params_.ds.data) + of.element;
+    const Ds* const ds = static_cast<const Ds*>(params_.ds.data) + of.element;
 #pragma unroll 1
     for (int32_t first = of.begin + static_cast<int32_t>(threadIdx.x) / kLanes; first < of.end;
          first += kBatch * kKeys) {
       Chunk<T, kElements> keys[kBatch];
-      T factors[kBatch];
+      Ds factors[kBatch];
 #pragma unroll
       for (int i = 0; i < kBatch; ++i) {
         const int32_t at = first + i * kKeys;
         const bool exists = at < of.end && column < columns_;
         const int64_t token = segment_.tile.start_k + at - key_0;
         keys[i] = exists ? load_chunk<T, kElements>(k + token * forward.k.token_stride) : Chunk<T, kElements>{};
-        factors[i] = exists ? ds[at] : T{};
+        factors[i] = exists ? ds[at] : Ds{};
       }
 #pragma unroll
       for (int i = 0; i < kBatch; ++i) {
 #pragma unroll
         for (int j = 0; j < kElements; ++j) {
-          sums[j] = __fmaf_rn(Element<T>::to_f32(factors[i]), Element<T>::to_f32(keys[i].elements[j]), sums[j]);
+          sums[j] = __fmaf_rn(Element<Ds>::to_f32(factors[i]), Element<T>::to_f32(keys[i].elements[j]), sums[j]);
         }
       }
     }

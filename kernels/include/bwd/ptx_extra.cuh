@@ -25,9 +25,20 @@ __device__ __forceinline__ uint16_t load_shared_2(uint32_t address) {
   return x;
 }
 
+__device__ __forceinline__ void store_shared_4(uint32_t address, uint32_t x) {
+  asm volatile("st.shared.u32 [%0], %1;" ::"r"(address), "r"(x) : "memory");
+}
+
 /// Copies 4 bytes from global to shared memory.
 __device__ __forceinline__ void cp_async_4(uint32_t destination, const void* source) {
   asm volatile("cp.async.ca.shared.global [%0], [%1], 4;" ::"r"(destination), "l"(source) : "memory");
+}
+
+/// As cp_async_16. L2 loads the 256 bytes that they are in.
+__device__ __forceinline__ void cp_async_16_of_256(uint32_t destination, const void* source, bool predicate) {
+  asm volatile("cp.async.cg.shared.global.L2::256B [%0], [%1], 16, %2;" ::"r"(destination), "l"(source),
+               "r"(predicate ? 16 : 0)
+               : "memory");
 }
 
 /// Copies the first `bytes` of 16 bytes from global to shared memory, and writes zeros for the others.
@@ -44,9 +55,12 @@ __device__ __forceinline__ uint4 load_global_16_of_256(const void* from) {
   return x;
 }
 
-/// Stores of 2 and 16 bytes to global memory. A pointer from shared memory is not known to point there.
+/// Stores of 2, 4 and 16 bytes to global memory. A pointer from shared memory is not known to point there.
 __device__ __forceinline__ void store_global_2(void* to, uint16_t x) {
   asm volatile("st.global.u16 [%0], %1;" ::"l"(to), "h"(x) : "memory");
+}
+__device__ __forceinline__ void store_global_4(void* to, uint32_t x) {
+  asm volatile("st.global.u32 [%0], %1;" ::"l"(to), "r"(x) : "memory");
 }
 __device__ __forceinline__ void store_global_16(void* to, uint4 x) {
   asm volatile("st.global.v4.u32 [%0], {%1, %2, %3, %4};" ::"l"(to), "r"(x.x), "r"(x.y), "r"(x.z), "r"(x.w) : "memory");

@@ -55,10 +55,12 @@ struct ScoreGradientRow {
     if (first_key >= end_key) return {0, 0, 0};
     return {first_element, first_key + key_0, end_key + key_0};
   }
-  /// Whether the row attends to some key of the chunk from `column` on.
+  /// Whether the row attends to some key of the chunk of kElements from `column` on.
+  template <int kElements = 8>
   __device__ __forceinline__ bool attends(int32_t column) const {
-    // In one comparison: columns from begin - 7 to end - 1.
-    return static_cast<uint32_t>(column - begin + 7) < static_cast<uint32_t>(end - begin + 7);
+    // In one comparison: columns from begin - (kElements - 1) to end - 1.
+    constexpr int32_t kBefore = kElements - 1;
+    return static_cast<uint32_t>(column - begin + kBefore) < static_cast<uint32_t>(end - begin + kBefore);
   }
 };
 

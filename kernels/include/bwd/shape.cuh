@@ -47,9 +47,18 @@ struct BackwardShape : tiles::AttentionBwd<Gradient, Shape, sizeof(T), kHeadDim_
   /// Whether pairs of rows and keys have a bias (score_bias.cuh).
   static constexpr bool kHasBias =
       std::is_same_v<Shape, tiles::shape_bias> || std::is_same_v<Shape, tiles::shape_bias_large> ||
-      std::is_same_v<Shape, tiles::shape_bias_aligned> || std::is_same_v<Shape, tiles::shape_bias_shifted>;
+      std::is_same_v<Shape, tiles::shape_bias_aligned> || std::is_same_v<Shape, tiles::shape_bias_shifted> ||
+      std::is_same_v<Shape, tiles::shape_bias_f32> || std::is_same_v<Shape, tiles::shape_bias_f32_own>;
+  /// Whether the bias is of f32. Other shapes take that beside 16-bit operands by a branch, or do not.
+  static constexpr bool kHasF32Bias =
+      std::is_same_v<Shape, tiles::shape_bias_f32> || std::is_same_v<Shape, tiles::shape_bias_f32_own>;
+  using Bias = std::conditional_t<kHasF32Bias, float, T>;
   /// Whether rows of the bias do not begin with chunks of 16 bytes, but are staged as if they did (shifted_bias.cuh).
-  static constexpr bool kShiftsBias = std::is_same_v<Shape, tiles::shape_bias_shifted>;
+  static constexpr bool kShiftsBias = kHasF32Bias || std::is_same_v<Shape, tiles::shape_bias_shifted>;
+  /// Whether dS is the gradient of the bias, which it replaces in shared memory.
+  static constexpr bool kReplacesBias =
+      std::is_same_v<Shape, tiles::shape_bias_shifted> || std::is_same_v<Shape, tiles::shape_bias_f32_own>;
+  using Ds = std::conditional_t<kReplacesBias, Bias, T>;
   /// Whether they begin with chunks (aligned_bias.cuh), or are staged so.
   static constexpr bool kHasAlignedBias = kShiftsBias || std::is_same_v<Shape, tiles::shape_bias_aligned>;
   using Keys = std::conditional_t<kHasAlignedBias && !kHoldsKeys, KeysOfLanes, KeysInOrder>;
@@ -92,9 +101,10 @@ struct BackwardShape : tiles::AttentionBwd<Gradient, Shape, sizeof(T), kHeadDim_
   static constexpr int kPlaces = kHasPlaces ? 2 * Config::kBlock : 0;
   /// Its place in the bias: the first chunk of the held keys, or the first element, kNoBias if it has none.
   using Place = QueryRowPlace<std::conditional_t<kShiftsBias, ShiftedBiasPlace, int64_t>>;
-  /// Stages of the bias. Where dS takes its place, other warps store that while the bias of the next block is read and
-  /// the one after is copied.
-  static constexpr int kBiasStages = Config::kStages + (kShiftsBias && !kExchanges ? 1 : 0);
+  /// Whether dS of a block is stored during the next one, when a barrier has passed after it. The bias has a stage more
+  /// for that, which one of f32 has no room for on GPUs of 99 KB.
+  static constexpr bool kStoresLater = kReplacesBias && !kExchanges && !kHasF32Bias;
+  static constexpr int kBiasStages = Config::kStages + (kStoresLater ? 1 : 0);
   static constexpr int kBiasStageRows = Config::kStoresDs ? kBiasStages * Config::kBlock : 0;
   /// The elements at which the query rows of each of these stages begin in dS.
   static constexpr int kDsRowsOffset = kPlacesOffset + kPlaces * static_cast<int>(sizeof(Place));
@@ -108,9 +118,13 @@ struct BackwardShape : tiles::AttentionBwd<Gradient, Shape, sizeof(T), kHeadDim_
   static constexpr int kStagedKeys = kHoldsKeys ? kHeld : Config::kBlock;
   template <typename E>
   static constexpr int kStagedPitch = kStagedKeys * static_cast<int>(sizeof(E)) + 16;
-  /// Where the stages begin, and their bytes for elements of T; wider ones take more.
+  /// Whether a bias of f32 is staged where warps then exchange P and dS. Other shapes that have a branch for it, and do
+  /// not store dS, take more shared memory than for one of T.
+  static constexpr bool kStagesF32InExchange = Config::kStagesBias && Config::kStoresDs && !kHasAlignedBias;
+  static_assert(!kStagesF32InExchange || (Config::kStages == 1 && kStagedRows * kStagedPitch<float> <= kExchangeBytes));
+  /// Where the stages begin, and their bytes.
   static constexpr int kBiasOffset = (kSegmentOffset + static_cast<int>(sizeof(SequenceSegment)) + 15) / 16 * 16;
-  static constexpr int kBiasBytes = Config::kStagesBias ? kBiasStages * kStagedRows * kStagedPitch<T> : 0;
+  static constexpr int kBiasBytes = Config::kStagesBias ? kBiasStages * kStagedRows * kStagedPitch<Bias> : 0;
   static constexpr int kNeededBytes =
       kBiasBytes > 0 ? kBiasOffset + kBiasBytes : kSegmentOffset + static_cast<int>(sizeof(SequenceSegment));
 

@@ -1,9 +1,10 @@
-// The bias in dK and dV where its rows do not begin with chunks of 16 bytes. Of each row the chunks are staged in which
-// its part lies, one more than that has. A lane reads single elements, from where the row begins in its first chunk.
+// The bias in dK and dV where its rows do not begin with chunks of 16 bytes, or where it is of f32. Of each row the
+// chunks are staged in which its part lies, one more than that has. A lane reads single elements, from where the row
+// begins in its first chunk.
 //
-// dS of the block, which is the gradient of its bias, takes the place of the bias element by element. Each element has
-// one lane that reads the bias and writes dS, so warps need not wait for each other. The gradient has the same chunks
-// as the bias. Those that the block has as a whole are stored at once:
+// Where dS of the block is the gradient of its bias (kReplacesBias), it takes the place of the bias element by element.
+// Each element has one lane that reads the bias and writes dS, so warps need not wait for each other. The gradient has
+// the same chunks as the bias. Those that the block has as a whole are stored at once:
 //
 //     chunk          |     0     |     1    |    2     | ... |     16      |
 //     the block's    |     5 6 7 | 8 ... 15 | 16 .. 23 | ... | 128 ... 132 |      where the row's first key is element
@@ -11,6 +12,7 @@
 #pragma once
 
 #include <cstdint>
+#include <type_traits>
 
 #include "bwd/bias_rows.cuh"
 #include "bwd/ptx_extra.cuh"
@@ -23,11 +25,14 @@
 
 namespace xa {
 
-template <typename Shape, typename T>
+/// `E` is the type of the bias, and of dS that takes its place.
+template <typename Shape, typename E>
 class ShiftedBiasStage {
-  static constexpr int kElements = 16 / static_cast<int>(sizeof(T)), kChunks = Shape::kStagedKeys / kElements;
-  static constexpr int kPitch = Shape::template kStagedPitch<T>;
-  static_assert(kPitch >= (kChunks + 1) * 16 && kChunks < 32);
+  using Bits = std::conditional_t<sizeof(E) == 2, uint16_t, uint32_t>;
+  using Mask = std::conditional_t<sizeof(E) == 2, uint32_t, uint64_t>;
+  static constexpr int kElements = 16 / static_cast<int>(sizeof(E)), kChunks = Shape::kStagedKeys / kElements;
+  static constexpr int kPitch = Shape::template kStagedPitch<E>;
+  static_assert(kPitch >= (kChunks + 1) * 16 && kChunks <= 32);
 
  public:
   static constexpr int kBytes = Shape::kStagedRows * kPitch;
@@ -44,19 +49,20 @@ class ShiftedBiasStage {
     const uint32_t rows = params.seqs * params.heads * source.rows;
     const auto end = static_cast<int64_t>(static_cast<uint64_t>(rows) * static_cast<uint32_t>(source.keys));
     const int64_t first = row + first_key, chunk = first & -kElements;
-    place.chunks = static_cast<const T*>(source.data) + chunk;
+    place.chunks = static_cast<const E*>(source.data) + chunk;
     place.shift = static_cast<uint16_t>(first - chunk);
     // Keys before the first one may lie before the bias.
     const auto before = static_cast<int32_t>(chunk < 0 ? min(-chunk / kElements, int64_t{kChunks + 1}) : 0);
     const auto left = static_cast<int32_t>(min(max(end - chunk, int64_t{0}), int64_t{(kChunks + 1) * kElements}));
+    if (kChunks == 32 && before > kChunks) return place;
     place.partial = left / kElements;
     place.rest = left % kElements;
-    place.exist = (1u << place.partial) - (1u << before);
+    place.exist = static_cast<uint32_t>((Mask{1} << place.partial) - (Mask{1} << before));
     return place;
   }
   /// The bytes from the stage's begin to the first key of a row.
   static __device__ __forceinline__ uint32_t begin(int32_t row, const ShiftedBiasPlace& place) {
-    return row * kPitch + place.shift * sizeof(T);
+    return row * kPitch + place.shift * sizeof(E);
   }
 
   /// Starts to copy the bias of the rows whose places are `place_of(row)`. All threads of the CTA call it.
@@ -72,7 +78,9 @@ class ShiftedBiasStage {
     for (int i = 0; i < kCopies; ++i) {
       if (!own.has(i)) break;
       const int32_t chunk = own.chunk(i);
-      const bool exists = (places[i].exist & 1u << chunk) != 0;
+      // There is no bit for chunk 32. It comes last, so it exists if those before do and end after it.
+      const bool is_past_bits = kChunks == 32 && i == kCopies - 1;
+      const bool exists = is_past_bits ? places[i].partial > kChunks : (places[i].exist & 1u << chunk) != 0;
       ptx::cp_async_16(address(own.row(i), chunk), static_cast<const uint4*>(places[i].chunks) + chunk, exists);
       rests |= places[i].rest;
     }
@@ -88,7 +96,7 @@ class ShiftedBiasStage {
       const int32_t row = own.row(i), chunk = own.chunk(i);
 #pragma unroll 1
       for (int32_t j = max(key + place_of(row).shift - chunk * kElements, 0); j < kElements; ++j) {
-        ptx::store_shared_2(address(row, chunk) + j * sizeof(T), 0);
+        store_shared(address(row, chunk) + j * sizeof(E), Bits{0});
       }
     }
   }
@@ -99,8 +107,8 @@ class ShiftedBiasStage {
     const float factor = bias_factor(params);
     for_pairs<kBlocks>(begins, column, [&](int block, int keys, uint32_t first, uint32_t second) {
       float* const x = scores[keys / 2][block] + keys % 2 * 2;
-      x[0] = Element<T>::to_f32(T{ptx::load_shared_2(first)}) * factor;
-      x[1] = Element<T>::to_f32(T{ptx::load_shared_2(second)}) * factor;
+      x[0] = bias_of_bits<E>(load_shared(first)) * factor;
+      x[1] = bias_of_bits<E>(load_shared(second)) * factor;
     });
   }
   /// Stores dS of the scores that `start` had to where their bias was.
@@ -109,19 +117,24 @@ class ShiftedBiasStage {
                                           int32_t column) const {
     for_pairs<kBlocks>(begins, column, [&](int block, int keys, uint32_t first, uint32_t second) {
       const float* const x = ds[keys / 2][block] + keys % 2 * 2;
-      const uint32_t elements = Element<T>::pack(x[0], x[1]);
-      ptx::store_shared_2(first, static_cast<uint16_t>(elements));
-      ptx::store_shared_2(second, static_cast<uint16_t>(elements >> 16));
+      if constexpr (sizeof(E) == 2) {
+        const uint32_t elements = Element<E>::pack(x[0], x[1]);
+        store_shared(first, static_cast<uint16_t>(elements));
+        store_shared(second, static_cast<uint16_t>(elements >> 16));
+      } else {
+        store_shared(first, __float_as_uint(x[0]));
+        store_shared(second, __float_as_uint(x[1]));
+      }
     });
   }
   /// The chunk that has column `column` of the row of dS from element `row` on; null for kNoBias. `ds` is its element
   /// 0.
-  static __device__ __forceinline__ T* chunks_of(T* ds, int64_t row, int32_t column) {
+  static __device__ __forceinline__ E* chunks_of(E* ds, int64_t row, int32_t column) {
     return row == kNoBias ? nullptr : ds + ((row + column) & -kElements);
   }
   /// Stores dS of all rows to global memory, when all warps have called `replace` and a barrier has passed. `rows` are
   /// the `chunks_of` the block's first key. Only `keys` of the block exist. All threads of the CTA call it.
-  __device__ __forceinline__ void store(T* const* rows, const uint32_t* begins, ColumnRange keys) const {
+  __device__ __forceinline__ void store(E* const* rows, const uint32_t* begins, ColumnRange keys) const {
     if (keys.end - keys.begin == Shape::kStagedKeys) {
       // Outside of whole chunks a row has as many elements as a chunk has: those of the first chunk, then those of the
       // last one. If the row begins with a chunk, that one is stored by elements too.
@@ -157,28 +170,28 @@ class ShiftedBiasStage {
   template <int kBlocks, typename Visit>
   __device__ __forceinline__ void for_pairs(const uint32_t* begins, int32_t column, const Visit& visit) const {
     const int32_t lane = ptx::thread() % 32, g = lane / 4, t = lane % 4;
-    const uint32_t from = memory_ + (column + g) * sizeof(T);
+    const uint32_t from = memory_ + (column + g) * sizeof(E);
 #pragma unroll
     for (int block = 0; block < kBlocks; ++block) {
       const uint2 pair = reinterpret_cast<const uint2*>(begins)[4 * block + t];
 #pragma unroll
       for (int keys = 0; keys < 4; ++keys) {
-        const uint32_t of_keys = from + keys * 8 * sizeof(T);
+        const uint32_t of_keys = from + keys * 8 * sizeof(E);
         visit(block, keys, of_keys + pair.x, of_keys + pair.y);
       }
     }
   }
   /// Which element of its first chunk a row begins with.
   static __device__ __forceinline__ int32_t shift_of(uint32_t row, const uint32_t* begins) {
-    return (begins[row] - row * kPitch) / sizeof(T);
+    return (begins[row] - row * kPitch) / sizeof(E);
   }
   /// Stores those chunks that `selects(row, chunk)`.
   template <typename Selects>
-  __device__ __forceinline__ void store_chunks(T* const* rows, const Selects& selects) const {
+  __device__ __forceinline__ void store_chunks(E* const* rows, const Selects& selects) const {
     constexpr int kStores = Shape::kStagedRows / kStep;
     const uint32_t thread = ptx::thread(), chunk = thread % kChunks, first_row = thread / kChunks;
     // All loads first: the stores wait for them once then.
-    T* to[kStores];
+    E* to[kStores];
     uint4 chunks[kStores];
     bool selected[kStores];
 #pragma unroll
@@ -195,23 +208,44 @@ class ShiftedBiasStage {
   }
   /// Stores kElements elements per row, `element_of(row, index)` of its chunks; none if that is negative.
   template <typename ElementOf>
-  __device__ __forceinline__ void store_elements(T* const* rows, const ElementOf& element_of) const {
+  __device__ __forceinline__ void store_elements(E* const* rows, const ElementOf& element_of) const {
     constexpr int kRows = Shape::kThreads / kElements, kStores = Shape::kStagedRows / kRows;
     static_assert(kStores * kRows == Shape::kStagedRows);
     const uint32_t thread = ptx::thread(), first_row = thread / kElements;
-    T* to[kStores];
+    E* to[kStores];
     int32_t at[kStores];
-    uint16_t elements[kStores];
+    Bits elements[kStores];
 #pragma unroll
     for (int i = 0; i < kStores; ++i) {
       const uint32_t row = first_row + i * kRows;
       to[i] = rows[row];
       at[i] = element_of(row, thread % kElements);
-      elements[i] = ptx::load_shared_2(address(row, 0) + max(at[i], 0) * sizeof(T));
+      elements[i] = load_shared(address(row, 0) + max(at[i], 0) * sizeof(E));
     }
 #pragma unroll
     for (int i = 0; i < kStores; ++i) {
-      if ((to[i] != nullptr) & (at[i] >= 0)) ptx::store_global_2(to[i] + at[i], elements[i]);
+      if ((to[i] != nullptr) & (at[i] >= 0)) store_global(to[i] + at[i], elements[i]);
+    }
+  }
+  static __device__ __forceinline__ Bits load_shared(uint32_t from) {
+    if constexpr (sizeof(E) == 2) {
+      return ptx::load_shared_2(from);
+    } else {
+      return __float_as_uint(ptx::load_shared_f32(from));
+    }
+  }
+  static __device__ __forceinline__ void store_shared(uint32_t to, Bits x) {
+    if constexpr (sizeof(E) == 2) {
+      ptx::store_shared_2(to, x);
+    } else {
+      ptx::store_shared_4(to, x);
+    }
+  }
+  static __device__ __forceinline__ void store_global(E* to, Bits x) {
+    if constexpr (sizeof(E) == 2) {
+      ptx::store_global_2(to, x);
+    } else {
+      ptx::store_global_4(to, x);
     }
   }
   __device__ __forceinline__ uint32_t address(int32_t row, int32_t chunk) const {
@@ -243,10 +277,10 @@ class ShiftedBiasStage {
       const int32_t row = own.row(i), chunk = own.chunk(i);
       const ShiftedBiasPlace place = place_of(row);
       if (chunk != place.partial) continue;
-      const auto* const elements = reinterpret_cast<const uint16_t*>(static_cast<const uint4*>(place.chunks) + chunk);
+      const auto* const elements = reinterpret_cast<const Bits*>(static_cast<const uint4*>(place.chunks) + chunk);
 #pragma unroll 1
       for (int32_t j = 0; j < place.rest; ++j) {
-        ptx::store_shared_2(address(row, chunk) + j * sizeof(T), __ldg(elements + j));
+        store_shared(address(row, chunk) + j * sizeof(E), __ldg(elements + j));
       }
     }
   }

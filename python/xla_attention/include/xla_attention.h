@@ -203,12 +203,12 @@ void xa_workspace(int32_t op,
                   bool batch_invariant,
                   int64_t (*c)[3]);
 
-// What a bias of q's type of `num_keys` keys per row (Sk) adds to that size in a call without a soft cap and ALiBi: `c[0] + c[1] * R`
-// bytes for R rows of the bias, Sq for each of its sequences and heads. Both are 0 where no kernel copies the bias or stores dS.
+// What a bias of `num_keys` keys per row (Sk) adds to that size in a call without a soft cap and ALiBi: `c[0] + c[1] * R` bytes for R
+// rows of the bias, Sq for each of its sequences and heads. Both are 0 where no kernel copies the bias or stores dS.
 //
-// `is_shared` is whether sequences or heads share it, `is_masked` whether the call has a causal mask or a window, and `gradient_rows`
-// are the query rows (Tq) of a call that has the gradient of the bias, 0 of others; the other parameters are those of
-// `xa_workspace`.
+// `bias_dtype` is XLA's number of its element type, q's or f32; `is_shared` is whether sequences or heads share it, `is_masked` whether the
+// call has a causal mask or a window, `has_gradient` whether it has the gradient of the bias, and `num_rows` are its query rows (Tq), 0 if
+// they are not known; the other parameters are those of `xa_workspace`.
 //
 // # Safety
 // `c` has room for two numbers.
@@ -219,9 +219,11 @@ void xa_bias_workspace(int32_t op,
                        int32_t dtype,
                        bool batch_invariant,
                        int64_t num_keys,
+                       int32_t bias_dtype,
                        bool is_shared,
                        bool is_masked,
-                       int64_t gradient_rows,
+                       bool has_gradient,
+                       int64_t num_rows,
                        int64_t (*c)[2]);
 
 // The contents of this build as JSON: `version`, `xla_ffi` (the version of `xa_targets`), `handler_sets` (all versions,

@@ -27,7 +27,7 @@ def with_workspace(
     kv_heads: int,
     num_seqs: Any,  # noqa: ANN401
     after_workspace: Sequence[jax.ShapeDtypeStruct | None] = (),
-    bias: _library.CopiedBias | None = None,
+    bias: _library.BiasSizes | None = None,
 ) -> list[Array]:
     """Emit an attention call with a workspace after `results`; returns the other results that are not None.
 

@@ -48,10 +48,10 @@ def packed(operands: Operands) -> Operands:
     return operands._replace(q=q, k=k, v=v, cu_seqlens_q=starts_q, cu_seqlens_k=starts_k, **per_sequence)
 
 
-def _copied_bias(options: Options, operands: Operands) -> _library.CopiedBias | None:
+def _bias_sizes(options: Options, operands: Operands) -> _library.BiasSizes | None:
     mask = options.causal, (options.window_left, options.window_right)
     static = options.softcap, operands.alibi_slopes, *mask, options.bias_gradient
-    return _library.copied_bias(operands.bias, operands.q.dtype, *static)
+    return _library.bias_sizes(operands.bias, operands.q.dtype, *static)
 
 
 def _forward_ffi_call(options: Options, operands: Operands) -> tuple[Array, Array]:
@@ -74,7 +74,7 @@ def _forward_ffi_call(options: Options, operands: Operands) -> tuple[Array, Arra
             operator("xla_gpu_flash_attn_varlen").attributes_of(options),
             kv_heads=heads // 2 if options.kv_layout == kv_layout_number("interleaved") else heads,
             num_seqs=starts.shape[0] - 1 if starts.ndim == 1 else 0,
-            bias=_copied_bias(options, operands),
+            bias=_bias_sizes(options, operands),
         )
     )
 
@@ -96,7 +96,7 @@ def _backward_ffi_call(options: Options, operands: Operands, cotangents: Cotange
     target = "xla_gpu_flash_attn_varlen_bwd"
     heads, dims = (q.shape[1], k.shape[1]), (q.shape[2], v.shape[2])
     size = _library.workspace(
-        target, *heads, *dims, q.dtype, False, q.shape[0], starts.shape[0] - 1, _copied_bias(options, operands)
+        target, *heads, *dims, q.dtype, False, q.shape[0], starts.shape[0] - 1, _bias_sizes(options, operands)
     )
     results.append(jax.ShapeDtypeStruct((size,), jnp.uint8))
     if options.bias_gradient:

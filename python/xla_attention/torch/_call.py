@@ -32,7 +32,7 @@ class Workspace(NamedTuple):
     batch_invariant: bool  # ignored for the gradients
     rows: int
     sequences: int
-    bias: _library.CopiedBias | None = None
+    bias: _library.BiasSizes | None = None
 
     def result(self, target: str) -> Result | None:
         """The workspace as a result; None where the target needs none."""

@@ -3,7 +3,7 @@
 import torch
 
 from .._documentation import documented
-from .._library import copied_bias
+from .._library import bias_sizes
 from .._operators import operator
 from .._options import (
     kv_layout_number,
@@ -220,8 +220,8 @@ def _lower(
         dims = (q.shape[2], value_dim)
         rows = (q.shape[0], cu_seqlens_q.shape[0] - 1)
         mask = is_causal, (window_left, window_right)
-        copied = copied_bias(bias, q.dtype, softcap, alibi_slopes, *mask)
-        workspace = Workspace(q.shape[1], heads, *dims, q.dtype, batch_invariant, *rows, copied)
+        sizes = bias_sizes(bias, q.dtype, softcap, alibi_slopes, *mask)
+        workspace = Workspace(q.shape[1], heads, *dims, q.dtype, batch_invariant, *rows, sizes)
     return Call(
         _OPERATOR.target,
         {

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from .._library import copied_bias
+from .._library import bias_sizes
 from .._operators import operator
 from .._options import length_hint, unsupported_gradient
 from ._call import Call, Result, Workspace, f32_operand, index_operand
@@ -139,8 +139,8 @@ def _lower(
     if q.dim() == k.dim() == v.dim() == 3 and cu_seqlens_q.dim() == 1:
         rows = (q.shape[0], cu_seqlens_q.shape[0] - 1)
         mask = is_causal, (window_left, window_right)
-        copied = copied_bias(bias, q.dtype, softcap, alibi_slopes, *mask, bias_gradient)
-        workspace = Workspace(q.shape[1], k.shape[1], q.shape[2], v.shape[2], q.dtype, False, *rows, copied)
+        sizes = bias_sizes(bias, q.dtype, softcap, alibi_slopes, *mask, bias_gradient)
+        workspace = Workspace(q.shape[1], k.shape[1], q.shape[2], v.shape[2], q.dtype, False, *rows, sizes)
     return Call(
         _OPERATOR.target,
         {

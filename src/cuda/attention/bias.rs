@@ -120,6 +120,9 @@ mod tests {
         batch_invariant: false,
     };
 
+    const OWN: BiasSizes =
+        BiasSizes { keys: 77, dtype: DType::BF16, is_shared: false, is_masked: false, has_gradient: false, rows: 0 };
+
     /// The problem with a bias that all heads share.
     fn biased(problem: &Attention<'static>, dtype: DType) -> Attention<'static> {
         let bias = Bias { data: null(), dtype, seqs: 1, heads: 1, rows: 64, keys: 77 };
@@ -169,7 +172,7 @@ mod tests {
         };
         let copied = ["copy_bias_rows", "hopper_bias_bf16_128"];
         let size = |keys: usize, is_shared, is_masked| {
-            let bias = BiasSizes { keys: keys as i64, is_shared, is_masked, gradient_rows: 0 };
+            let bias = BiasSizes { keys: keys as i64, is_shared, is_masked, ..OWN };
             SIZES.bias_workspace(Op::FlashAttnVarlen, bias)
         };
         for (start, keys) in [0x1000, 0x1001, 0x107f].into_iter().flat_map(|start| [(start, 77), (start, 84)]) {
@@ -198,7 +201,7 @@ mod tests {
             let kernel = format!("hopper_bias_bf16_{dim}{}", if is_copied { "" } else { "_shifted" });
             assert_eq!(launches, if is_copied { vec!["copy_bias_rows", &kernel] } else { vec![kernel.as_str()] });
             let sizes = AttentionSizes { head_dim: dim as i64, value_dim: dim as i64, ..SIZES };
-            let bias = BiasSizes { keys: 77, is_shared: seqs == 1, is_masked: window_right >= 0, gradient_rows: 0 };
+            let bias = BiasSizes { is_shared: seqs == 1, is_masked: window_right >= 0, ..OWN };
             assert_eq!(is_copied, sizes.bias_workspace(Op::FlashAttnVarlen, bias).per_bias_row > 0);
         }
     }

@@ -38,6 +38,15 @@ const ALIGNED_HEAD_DIMS: [(usize, &str); 2] = [(64, "64"), (128, "128")];
 /// Alignment of a copied bias in the workspace: a cache line.
 const COPY_ALIGNMENT: usize = 128;
 
+/// Where the kernel for dK and dV can store dS.
+#[derive(Clone, Copy, Default)]
+pub(super) struct DsPlaces {
+    /// Where it belongs as the gradient of each pair's own bias.
+    pub(super) gradient: bool,
+    /// In the workspace.
+    pub(super) workspace: bool,
+}
+
 /// The parameter of a call with this bias, whose kernel for dK and dV stores `ds`, if that has a place.
 pub(super) fn params(
     problem: &FlashAttnVarlenBwd,
@@ -112,8 +121,8 @@ pub(super) fn aligned_head_dim(forward: &Attention) -> Option<&'static str> {
 }
 
 /// The copy of the call's bias in the workspace, from `delta` of all rows on, in rows that begin with chunks. `None` if its rows do, if no
-/// kernel needs that, or without room. `can_store_ds`: whether the kernel for dK and dV can store dS.
-pub(super) fn copy(problem: &FlashAttnVarlenBwd, can_store_ds: bool, delta: *mut f32) -> Option<PaddedBias> {
+/// kernel needs that, or without room. `places`: where the kernel for dK and dV can store dS.
+pub(super) fn copy(problem: &FlashAttnVarlenBwd, places: DsPlaces, delta: *mut f32) -> Option<PaddedBias> {
     let forward = &problem.forward;
     let (bias, dtype) = (forward.score.bias.as_ref()?, forward.q.dtype);
     // The kernel that stores dS of each pair's own bias reads that in any rows.
@@ -123,7 +132,7 @@ pub(super) fn copy(problem: &FlashAttnVarlenBwd, can_store_ds: bool, delta: *mut
     let place = place_after_delta(problem, delta, None, PaddedBias::copied_bytes(bias, dtype));
     let copy = PaddedBias::new(bias, dtype, place).filter(PaddedBias::is_copied)?;
     // Past the columns of the kernels for aligned rows only those that store dS take it.
-    let sums_ds = || ScoreGradients::of(&with_copy(problem, &copy), can_store_ds, Some(&copy), delta).are_summed();
+    let sums_ds = || ScoreGradients::of(&with_copy(problem, &copy), places, Some(&copy), delta).are_summed();
     (aligned_head_dim(forward).is_some() || sums_ds()).then_some(copy)
 }
 

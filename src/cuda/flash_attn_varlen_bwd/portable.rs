@@ -3,6 +3,7 @@
 //! `attention_bwd_dq` comes first: it stores delta of each query row in the workspace for the others, if that has room. With a bias,
 //! `attention_bwd_delta` may do that instead.
 
+use super::bias::DsPlaces;
 use super::row_blocks::RowBlocks;
 use super::{Launch, Parameter, bias, score_gradients, sinks};
 use crate::cuda::attention::tiles::transforms_logits;
@@ -14,7 +15,7 @@ use crate::cuda::params::key_ranges::{KeyRangeBackwardParams, KeyRangeSource};
 use crate::cuda::tiles::{ATTENTION_BWD, AttentionBwdTile};
 use crate::cuda::variants;
 use crate::error::{Error, Result};
-use crate::problem::attention::Attention;
+use crate::problem::attention::{Attention, Bias};
 use crate::problem::flash_attn_varlen_bwd::FlashAttnVarlenBwd;
 use crate::tensor::Tensor;
 use std::ptr::null_mut;
@@ -26,9 +27,12 @@ const KEY_KERNEL: &str = "attention_bwd_dkdv";
 /// How the shapes of tiles begin that serve only calls that no other shape serves.
 const OWN_SHAPES: [&str; 2] = ["key_ranges", "bias"];
 
-/// The shapes for a bias whose rows begin with chunks of 16 bytes, and for others if dS is stored. Other shapes serve them too.
+/// The shapes for a bias whose rows begin with chunks of 16 bytes, and for others if dS is stored; of these the ones for a bias of f32
+/// beside 16-bit operands, whose dS is stored in the workspace, or is the gradient of the bias. Other shapes serve them too.
 const ALIGNED_BIAS: &str = "bias_aligned";
 const SHIFTED_BIAS: &str = "bias_shifted";
+const F32_BIAS: &str = "bias_f32";
+const OWN_F32_BIAS: &str = "bias_f32_own";
 
 /// The shape of the tiles for a call with bounds of rows or with a bias.
 fn own_shape(forward: &Attention) -> Option<&'static str> {
@@ -63,9 +67,11 @@ impl AttentionBwdTile {
         32 * self.row_warps * self.column_warps
     }
 
-    /// Shared memory of a launch: what `shared_bytes` has for a staged bias is for elements of q's type.
+    /// Shared memory of a launch: what `shared_bytes` has for a staged bias is for elements of q's type, except in shapes that store dS,
+    /// which have a place for a bias of f32 or take none.
     fn bytes_for(&self, forward: &Attention) -> u32 {
-        let Some(bias) = forward.score.bias.as_ref().filter(|_| self.stages_bias) else { return self.shared_bytes };
+        let adds_bytes = self.stages_bias && !self.stores_ds;
+        let Some(bias) = forward.score.bias.as_ref().filter(|_| adds_bytes) else { return self.shared_bytes };
         let pairs = self.stages * self.held() as u32 * self.block;
         self.shared_bytes + pairs * (bias.dtype.size() as u32 - self.bytes)
     }
@@ -85,7 +91,10 @@ fn variant(
     let tiles = ATTENTION_BWD.iter().filter(|t| t.gradient == gradient && t.bytes as usize == dtype.size());
     let own = own_shape(forward);
     let tiles = tiles.filter(|t| own == OWN_SHAPES.into_iter().find(|shape| t.shape.starts_with(shape)));
-    let takes = |shape: &str| ![ALIGNED_BIAS, SHIFTED_BIAS].contains(&shape) || bias_shape == Some(shape);
+    let takes = |shape: &str| {
+        let is_special = [ALIGNED_BIAS, SHIFTED_BIAS, F32_BIAS, OWN_F32_BIAS].contains(&shape);
+        !is_special || bias_shape == Some(shape)
+    };
     let tiles = tiles.filter(|t| t.head_dim as usize >= dim && takes(t.shape));
     let needed = tiles.clone().map(|t| t.bytes_for(forward)).min().unwrap_or(0);
     let tiles = tiles.filter(|t| t.bytes_for(forward) <= device.shared_memory);
@@ -133,22 +142,38 @@ fn places(device: &Device, ctas_per_sm: u32) -> usize {
     (device.sms * ctas_per_sm) as usize
 }
 
+/// Where the kernel for dK and dV can store dS of a call with a bias.
+fn places_of_ds(forward: &Attention, bias: &Bias, device: &Device) -> Result<DsPlaces> {
+    let tile = |shape| Ok(variant(forward, Some(shape), device, KEY_KERNEL, "dkdv")?.1);
+    if bias.dtype == forward.q.dtype {
+        let stores_ds = tile(SHIFTED_BIAS)?.stores_ds;
+        return Ok(DsPlaces { gradient: stores_ds, workspace: stores_ds });
+    }
+    let gradient = tile(OWN_F32_BIAS)?.shape == OWN_F32_BIAS;
+    Ok(DsPlaces { gradient, workspace: tile(F32_BIAS)?.stores_ds })
+}
+
 /// The launches of a call; never `None`, because these kernels support every call.
 pub(super) fn launches<'p>(problem: &'p FlashAttnVarlenBwd, device: Device) -> Result<Option<Vec<Launch<'p>>>> {
     let delta = delta(problem);
     let original = problem.forward.score.bias.as_ref();
-    let can_store_ds =
-        original.is_some() && variant(&problem.forward, Some(SHIFTED_BIAS), &device, KEY_KERNEL, "dkdv")?.1.stores_ds;
-    let copy = bias::copy(problem, can_store_ds, delta);
+    let places_of_ds =
+        original.map(|bias| places_of_ds(&problem.forward, bias, &device)).transpose()?.unwrap_or_default();
+    let copy = bias::copy(problem, places_of_ds, delta);
     // The call as the kernels for its gradients see it.
     let call = copy.map_or(*problem, |copy| bias::with_copy(problem, &copy));
-    let ds = ScoreGradients::of(&call, can_store_ds, copy.as_ref(), delta);
+    let ds = ScoreGradients::of(&call, places_of_ds, copy.as_ref(), delta);
     let (forward, ranges) = (&call.forward, &call.forward.queries.key_ranges);
     let all = [call.num_keys, forward.num_rows].map(RowBlocks::of_all);
     let [keys, queries] = original.map_or(all, |original| RowBlocks::of_bias(problem, original));
     let group = forward.num_q_heads / forward.num_kv_heads;
     let query_shape = forward.score.bias.as_ref().filter(|of| bias::is_aligned(&call, of)).map(|_| ALIGNED_BIAS);
-    let key_shape = query_shape.or(ds.are_stored().then_some(SHIFTED_BIAS));
+    let is_f32 = original.is_some_and(|bias| bias.dtype != forward.q.dtype);
+    let key_shape = query_shape.or(ds.are_stored().then_some(match (is_f32, ds.are_summed()) {
+        (false, _) => SHIFTED_BIAS,
+        (true, true) => F32_BIAS,
+        (true, false) => OWN_F32_BIAS,
+    }));
     let backward = BackwardParams::new(&call, &device, delta)?;
     let dq_tile = ds.are_stored().then(|| score_gradients::dq_tile(forward, &ds)).transpose()?;
     let parameter = if let Some((of, original)) = forward.score.bias.as_ref().zip(original) {
@@ -301,6 +326,8 @@ mod tests {
         assert_eq!(kernels(Bias { keys: 24, ..shared }, &[16_002], 0.0), [dq, dkdv, general]);
         assert_eq!(kernels(shared, &[BYTES], 1.0), [dq, dkdv, general]);
         assert_eq!(kernels(Bias { dtype: DType::F32, ..shared }, &[BYTES], 0.0), [dq, dkdv, general]);
+        assert_eq!(kernels(Bias { dtype: DType::F32, ..shared }, &[ALL], 0.0), [delta, dq, dkdv, from_ds, sum]);
+        assert_eq!(kernels(Bias { dtype: DType::F32, ..own }, &[BYTES], 0.0), [clear, delta, dq, dkdv, from_ds]);
     }
 
     #[test]
@@ -315,7 +342,8 @@ mod tests {
                 AttentionSizes { num_q_heads, num_kv_heads, head_dim, value_dim, dtype, batch_invariant: false };
             let (plain, keys) = (sizes.gradients_workspace(), bias.keys as i64);
             let is_shared = (bias.seqs, bias.heads) != (forward.max_seqs, forward.num_q_heads);
-            let of_bias = BiasSizes { keys, is_shared, is_masked: false, gradient_rows: rows };
+            let dtype = bias.dtype;
+            let of_bias = BiasSizes { keys, dtype, is_shared, is_masked: false, has_gradient: true, rows };
             let more = sizes.bias_workspace(Op::FlashAttnVarlenBwd, of_bias);
             let bias_rows = (bias.seqs * bias.heads * bias.rows) as i64;
             plain.fixed + plain.per_row * rows + plain.per_sequence * 7 + more.fixed + more.per_bias_row * bias_rows
@@ -354,6 +382,21 @@ mod tests {
                 assert_eq!(kernels(head_dim, bias, Some(1 << 16), 0.0), [dq, dkdv, general]);
             }
             assert_eq!(kernels(head_dim, own, None, 1.0), [dq, dkdv, general]);
+        }
+        for head_dim in [64, 128, 192, 256, 512] {
+            for bias in [own, odd, shared, odd_shared].map(|bias| Bias { dtype: DType::F32, ..bias }) {
+                let is_gradient = head_dim <= 128 && bias.seqs == 7;
+                let [small, large] = both(head_dim, bias, None, 0.0);
+                let stored = if is_gradient {
+                    vec![clear, delta, dq, dkdv, from_ds]
+                } else {
+                    vec![delta, dq, dkdv, from_ds, sum]
+                };
+                assert_eq!(large, stored, "{head_dim}");
+                // The own shape of f32 at 128 columns has no room there, nor have the large tiles.
+                let is_stored = head_dim < 128 || (128..512).contains(&head_dim) && !is_gradient;
+                assert_eq!(small == stored, is_stored, "{head_dim}: {small:?}");
+            }
         }
         for bias in [own, odd] {
             assert_eq!(both(264, bias, None, 0.0)[0], [clear, dq, dkdv]);

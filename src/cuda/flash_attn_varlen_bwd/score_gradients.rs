@@ -1,7 +1,7 @@
 //! dS of pairs of rows and keys in memory: where the kernel for dK and dV stores it, and the kernels that compute dQ and the
 //! gradient of a shared bias from it.
 
-use super::bias::{self, has_plain_logits, has_type_of_q, is_aligned};
+use super::bias::{self, DsPlaces, has_plain_logits, is_aligned};
 use super::row_blocks::RowBlocks;
 use super::{Launch, Parameter};
 use crate::cuda::padded_bias::PaddedBias;
@@ -12,6 +12,7 @@ use crate::error::{Error, Result};
 use crate::problem::attention::{Attention, Bias};
 use crate::problem::flash_attn_varlen_bwd::FlashAttnVarlenBwd;
 use crate::problem::workspace::{score_gradient_bytes, score_gradient_columns};
+use crate::tensor::DType;
 use std::ptr::null_mut;
 
 const DQ_KERNEL: &str = "attention_bwd_dq_from_ds";
@@ -19,35 +20,31 @@ const DQ_KERNEL: &str = "attention_bwd_dq_from_ds";
 impl ScoreGradients {
     pub(super) const NONE: Self = Self { data: null_mut(), pitch: 0, has_token_rows: 0 };
 
-    /// Where the kernel for dK and dV stores dS, if it `can_store` it and the call has the gradient of a bias of q's type. Where that gradient
-    /// is dS, it is stored in its place; where sequences or heads share the bias, whose rows must begin with chunks then, after `delta` and the
-    /// `copy` of the bias in the workspace, if it has room.
-    pub(super) fn of(call: &FlashAttnVarlenBwd, can_store: bool, copy: Option<&PaddedBias>, delta: *mut f32) -> Self {
+    /// Where the kernel for dK and dV stores dS of a call, if it is worth it and one of `places` serves. Where the gradient of the bias is dS,
+    /// that is its place. Otherwise it is in the workspace in q's type, after `delta` and the `copy` of the bias, if that has room: if
+    /// sequences or heads share the bias, whose rows must begin with chunks then, or if the bias is of f32 beside 16-bit operands.
+    pub(super) fn of(call: &FlashAttnVarlenBwd, places: DsPlaces, copy: Option<&PaddedBias>, delta: *mut f32) -> Self {
         let forward = &call.forward;
-        let (Some(bias), Some(dbias)) = (&forward.score.bias, &call.dbias) else { return Self::NONE };
-        if !can_store || !has_plain_logits(forward) || !has_type_of_q(call, bias) {
-            return Self::NONE;
+        let Some(bias) = forward.score.bias.as_ref().filter(|_| has_plain_logits(forward)) else { return Self::NONE };
+        let is_f32 = bias.dtype != forward.q.dtype;
+        let own = bias::stored_dbias(call);
+        if let Some(dbias) = own.filter(|dbias| places.gradient && dbias.dtype == bias.dtype) {
+            return Self { data: dbias.data.cast(), pitch: bias.keys as i32, has_token_rows: 0 };
         }
-        if bias::stored_dbias(call).is_some() {
-            Self { data: dbias.data.cast(), pitch: bias.keys as i32, has_token_rows: 0 }
-        } else {
-            Self::in_workspace(call, bias, copy, delta)
-        }
+        let is_worth_it = is_f32 || (call.dbias.is_some() && own.is_none() && is_aligned(call, bias));
+        if places.workspace && is_worth_it { Self::in_workspace(call, bias, copy, delta) } else { Self::NONE }
     }
 
-    /// The same with a row of each query head and token, of a bias that sequences or heads share.
+    /// The same with a row of each query head and token.
     fn in_workspace(call: &FlashAttnVarlenBwd, bias: &Bias, copy: Option<&PaddedBias>, delta: *mut f32) -> Self {
         let forward = &call.forward;
-        if !is_aligned(call, bias) {
-            return Self::NONE;
-        }
         let bytes = score_gradient_bytes(forward.num_q_heads, forward.num_rows, bias.keys);
         let place = bytes.and_then(|bytes| bias::place_after_delta(call, delta, copy, bytes));
         let (Some(pitch), Some(data)) = (score_gradient_columns(bias.keys), place) else { return Self::NONE };
         Self { data: data.cast(), pitch: pitch as i32, has_token_rows: 1 }
     }
 
-    /// Whether dbias is a sum of them.
+    /// Whether they are in the workspace, and dbias is a sum of them.
     pub(super) fn are_summed(&self) -> bool {
         self.has_token_rows != 0
     }
@@ -59,7 +56,13 @@ impl ScoreGradients {
 
 /// The tile of the kernel that computes dQ from `ds`.
 pub(super) fn dq_tile(forward: &Attention, ds: &ScoreGradients) -> Result<&'static AttentionBwdDqFromDsTile> {
-    let (dim, rows) = (forward.head_dim.max(forward.value_dim), if ds.pitch % 8 == 0 { "aligned" } else { "shifted" });
+    let dim = forward.head_dim.max(forward.value_dim);
+    let is_f32 = !ds.are_summed() && forward.score.bias.is_some_and(|bias| bias.dtype == DType::F32);
+    let rows = match ds.pitch % 8 {
+        _ if is_f32 => "f32",
+        0 => "aligned",
+        _ => "shifted",
+    };
     let tile = ATTENTION_BWD_DQ_FROM_DS.iter().find(|tile| tile.rows == rows && tile.head_dim as usize >= dim);
     tile.ok_or_else(|| Error::internal(format!("{DQ_KERNEL} is not built for head dimension {dim}")))
 }

@@ -216,7 +216,14 @@ fn what_the_front_ends_allocate_is_enough() {
                     let copied = Bias { data: null(), dtype, seqs, heads, rows, keys: 1001 };
                     let bytes = Some(PaddedBias::copied_bytes(&copied, dtype));
                     let with_copied_bias = LayoutOptions { bias_bytes: bytes, ..LayoutOptions::default() };
-                    let bias = BiasSizes { keys: 1001, is_shared: false, is_masked: true, gradient_rows: 0 };
+                    let bias = BiasSizes {
+                        keys: 1001,
+                        dtype,
+                        is_shared: false,
+                        is_masked: true,
+                        has_gradient: false,
+                        rows: rows as i64,
+                    };
                     let of_copy = sizes.bias_workspace(Op::FlashAttnVarlenBwd, bias);
                     let copy_bytes = of_copy.fixed + of_copy.per_bias_row * (seqs * heads * rows) as i64;
                     let with_ranges = |keys| LayoutOptions { range_keys: Some(keys), ..LayoutOptions::default() };
