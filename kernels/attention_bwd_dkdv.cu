@@ -5,8 +5,9 @@
 // Compiled once for each combination of
 //   XA_DTYPE     f16, bf16, f32
 //   XA_HEAD_DIM  the bucket: D and Dv up to it run, padded with zeros in shared memory
-//   XA_SHAPE     large, small; key_ranges, bias, bias_aligned, bias_shifted, bias_f32, bias_f32_own, bias_large: for
-//                query rows with bounds of their keys, with a bias (include/bwd/shape.cuh)
+//   XA_SHAPE     large, small; key_ranges, bias, bias_aligned, bias_shifted, bias_f32, bias_f32_own,
+//                bias_f32_own_small, bias_large: for query rows with bounds of their keys, with a bias
+//                (include/bwd/shape.cuh)
 //   XA_LOGITS    none, softcap_alibi (include/bwd/probabilities.cuh)
 // Launch: kThreads threads, a CTA per block of kHeld rows of K and KV head, Shape::kSharedBytes of dynamic shared
 // memory. Blocks are those of RowBlocks with a bias, else ceil(Tk / kHeld).

@@ -48,16 +48,18 @@ struct BackwardShape : tiles::AttentionBwd<Gradient, Shape, sizeof(T), kHeadDim_
   static constexpr bool kHasBias =
       std::is_same_v<Shape, tiles::shape_bias> || std::is_same_v<Shape, tiles::shape_bias_large> ||
       std::is_same_v<Shape, tiles::shape_bias_aligned> || std::is_same_v<Shape, tiles::shape_bias_shifted> ||
-      std::is_same_v<Shape, tiles::shape_bias_f32> || std::is_same_v<Shape, tiles::shape_bias_f32_own>;
-  /// Whether the bias is of f32. Other shapes take that beside 16-bit operands by a branch, or do not.
-  static constexpr bool kHasF32Bias =
-      std::is_same_v<Shape, tiles::shape_bias_f32> || std::is_same_v<Shape, tiles::shape_bias_f32_own>;
+      std::is_same_v<Shape, tiles::shape_bias_f32> || std::is_same_v<Shape, tiles::shape_bias_f32_own> ||
+      std::is_same_v<Shape, tiles::shape_bias_f32_own_small>;
+  /// Whether the bias is of f32, and its gradient dS. Other shapes take f32 beside 16-bit operands by a branch, or do
+  /// not.
+  static constexpr bool kHasOwnF32Bias =
+      std::is_same_v<Shape, tiles::shape_bias_f32_own> || std::is_same_v<Shape, tiles::shape_bias_f32_own_small>;
+  static constexpr bool kHasF32Bias = kHasOwnF32Bias || std::is_same_v<Shape, tiles::shape_bias_f32>;
   using Bias = std::conditional_t<kHasF32Bias, float, T>;
   /// Whether rows of the bias do not begin with chunks of 16 bytes, but are staged as if they did (shifted_bias.cuh).
   static constexpr bool kShiftsBias = kHasF32Bias || std::is_same_v<Shape, tiles::shape_bias_shifted>;
   /// Whether dS is the gradient of the bias, which it replaces in shared memory.
-  static constexpr bool kReplacesBias =
-      std::is_same_v<Shape, tiles::shape_bias_shifted> || std::is_same_v<Shape, tiles::shape_bias_f32_own>;
+  static constexpr bool kReplacesBias = kHasOwnF32Bias || std::is_same_v<Shape, tiles::shape_bias_shifted>;
   using Ds = std::conditional_t<kReplacesBias, Bias, T>;
   /// Whether they begin with chunks (aligned_bias.cuh), or are staged so.
   static constexpr bool kHasAlignedBias = kShiftsBias || std::is_same_v<Shape, tiles::shape_bias_aligned>;
@@ -102,8 +104,9 @@ struct BackwardShape : tiles::AttentionBwd<Gradient, Shape, sizeof(T), kHeadDim_
   /// Its place in the bias: the first chunk of the held keys, or the first element, kNoBias if it has none.
   using Place = QueryRowPlace<std::conditional_t<kShiftsBias, ShiftedBiasPlace, int64_t>>;
   /// Whether dS of a block is stored during the next one, when a barrier has passed after it. The bias has a stage more
-  /// for that, which one of f32 has no room for on GPUs of 99 KB.
-  static constexpr bool kStoresLater = kReplacesBias && !kExchanges && !kHasF32Bias;
+  /// for that, which one of f32 has no room for on GPUs of 99 KB (the small shape).
+  static constexpr bool kStoresLater =
+      kReplacesBias && !kExchanges && !std::is_same_v<Shape, tiles::shape_bias_f32_own_small>;
   static constexpr int kBiasStages = Config::kStages + (kStoresLater ? 1 : 0);
   static constexpr int kBiasStageRows = Config::kStoresDs ? kBiasStages * Config::kBlock : 0;
   /// The elements at which the query rows of each of these stages begin in dS.

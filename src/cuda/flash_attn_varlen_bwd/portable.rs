@@ -32,6 +32,7 @@ const OWN_SHAPES: [&str; 2] = ["key_ranges", "bias"];
 const ALIGNED_BIAS: &str = "bias_aligned";
 const SHIFTED_BIAS: &str = "bias_shifted";
 const F32_BIAS: &str = "bias_f32";
+/// How the shapes of the second one begin.
 const OWN_F32_BIAS: &str = "bias_f32_own";
 
 /// The shape of the tiles for a call with bounds of rows or with a bias.
@@ -92,8 +93,9 @@ fn variant(
     let own = own_shape(forward);
     let tiles = tiles.filter(|t| own == OWN_SHAPES.into_iter().find(|shape| t.shape.starts_with(shape)));
     let takes = |shape: &str| {
-        let is_special = [ALIGNED_BIAS, SHIFTED_BIAS, F32_BIAS, OWN_F32_BIAS].contains(&shape);
-        !is_special || bias_shape == Some(shape)
+        let is_own_f32 = shape.starts_with(OWN_F32_BIAS);
+        let is_special = is_own_f32 || [ALIGNED_BIAS, SHIFTED_BIAS, F32_BIAS].contains(&shape);
+        !is_special || bias_shape == Some(if is_own_f32 { OWN_F32_BIAS } else { shape })
     };
     let tiles = tiles.filter(|t| t.head_dim as usize >= dim && takes(t.shape));
     let needed = tiles.clone().map(|t| t.bytes_for(forward)).min().unwrap_or(0);
@@ -149,7 +151,7 @@ fn places_of_ds(forward: &Attention, bias: &Bias, device: &Device) -> Result<DsP
         let stores_ds = tile(SHIFTED_BIAS)?.stores_ds;
         return Ok(DsPlaces { gradient: stores_ds, workspace: stores_ds });
     }
-    let gradient = tile(OWN_F32_BIAS)?.shape == OWN_F32_BIAS;
+    let gradient = tile(OWN_F32_BIAS)?.shape.starts_with(OWN_F32_BIAS);
     Ok(DsPlaces { gradient, workspace: tile(F32_BIAS)?.stores_ds })
 }
 
