@@ -69,39 +69,67 @@ class AlignedDsStage {
   static __device__ __forceinline__ void settle(const ScoreGradientRow*, uint32_t) {}
 };
 
-/// Where they begin anywhere. The chunks in which the block's part of a row lies are copied, one more than that has,
-/// and shifted in shared memory.
-template <int kHeld, int kKeys, int kThreads>
-class ShiftedDsStage {
-  using Copies = WarpRows<kHeld, kKeys, kThreads>;
-  static constexpr int kPitch = 2 * kKeys + 16;
+/// Where they begin anywhere, of elements of kElementBytes: the chunks in which the block's part of a row lies are
+/// copied, one more than that has. The 16-bit elements of a row then begin where its chunks did.
+template <int kHeld, int kKeys, int kThreads, int kElementBytes>
+class UnalignedDsStage {
+ protected:
+  static constexpr int kElements = 16 / kElementBytes, kPitch = kKeys * kElementBytes + 16;
+  using Copies = WarpRows<kHeld, kKeys, kThreads, kElements>;
+
+  /// Which element of its chunk column 0 is.
+  static __device__ __forceinline__ int32_t shift_of(const ScoreGradientRow& row) {
+    return static_cast<int32_t>(row.element) & (kElements - 1);
+  }
+  /// Starts to copy chunk `chunk` of row `row` of the stage: columns of `from`, of which the stage has those from
+  /// `column` on.
+  template <typename Ds>
+  static __device__ __forceinline__ void copy(const Ds* ds, const ScoreGradientRow& from, int32_t column,
+                                              uint32_t stage, int32_t row, int32_t chunk) {
+    static_assert(sizeof(Ds) == kElementBytes);
+    const int32_t first = column + kElements * chunk - shift_of(from);
+    const bool exists = from.template attends<kElements>(first);
+    // Elements past the last key become zeros: they may be those of another row.
+    ptx::cp_async_16_of(stage + row * kPitch + 16 * chunk, exists ? ds + from.element + first : ds,
+                        exists ? min(from.end - first, kElements) * kElementBytes : 0);
+  }
 
  public:
   static constexpr bool kIsShifted = true;
-  template <typename T>
-  using Ds = T;
   static constexpr int kBytes = kHeld * kPitch;
 
   struct Operand : SharedOperand<kKeys, kPitch> {
     __device__ __forceinline__ Operand(uint32_t stage, int32_t first_row)
         : SharedOperand<kKeys, kPitch>(stage + first_row * kPitch) {}
   };
+};
+
+/// dS of 16 bits, which is shifted in shared memory.
+template <int kHeld, int kKeys, int kThreads>
+class ShiftedDsStage : public UnalignedDsStage<kHeld, kKeys, kThreads, 2> {
+  using Base = UnalignedDsStage<kHeld, kKeys, kThreads, 2>;
+  using Base::copy, Base::kPitch, Base::shift_of;
+  using typename Base::Copies;
+
+ public:
+  template <typename T>
+  using Ds = T;
 
   template <typename T>
   static __device__ __forceinline__ void fetch(const T* ds, const ScoreGradientRow* rows, int32_t column,
                                                uint32_t stage) {
     const Copies own;
-    const auto copy = [&](int32_t row, int32_t chunk) {
-      const ScoreGradientRow from = rows[row];
-      const int32_t first = column + 8 * chunk - shift_of(from);
-      const bool exists = from.attends(first);
-      // Elements past the last key become zeros: they may be those of another row.
-      ptx::cp_async_16_of(stage + row * kPitch + 16 * chunk, exists ? ds + from.element + first : ds,
-                          exists ? min(from.end - first, 8) * 2 : 0);
-    };
+    // Rows are copied from shared memory first, because members of a reference would be loaded again after each copy.
 #pragma unroll
-    for (int32_t i = 0; i < Copies::kRows; i += Copies::kStep) copy(own.row + i, own.chunk);
-    if (own.lane < Copies::kRows) copy(own.first + own.lane, Copies::kChunks);
+    for (int32_t i = 0; i < Copies::kRows; i += Copies::kStep) {
+      const ScoreGradientRow from = rows[own.row + i];
+      copy(ds, from, column, stage, own.row + i, own.chunk);
+    }
+    if (own.lane < Copies::kRows) {
+      const int32_t row = own.first + own.lane;
+      const ScoreGradientRow from = rows[row];
+      copy(ds, from, column, stage, row, Copies::kChunks);
+    }
   }
   /// Shifts each row to the beginning of its part of the stage.
   template <typename T>
@@ -130,45 +158,24 @@ class ShiftedDsStage {
       for (int i = 0; i < kAtOnce; ++i) ptx::store_shared_16(chunks + i * 16, shifted[i]);
     }
   }
-
- private:
-  /// Which element of its chunk column 0 is.
-  static __device__ __forceinline__ int32_t shift_of(const ScoreGradientRow& row) {
-    return static_cast<int32_t>(row.element) & 7;
-  }
 };
 
-/// dS of f32 in rows that begin anywhere. The chunks of a row are copied in the same way, and rounded when they are
-/// shifted.
+/// dS of f32, which is rounded when it is shifted.
 template <int kHeld, int kKeys, int kThreads>
-class F32DsStage {
-  static constexpr int kElements = 4, kPitch = 4 * kKeys + 16;
-  using Copies = WarpRows<kHeld, kKeys, kThreads, kElements>;
+class F32DsStage : public UnalignedDsStage<kHeld, kKeys, kThreads, 4> {
+  using Base = UnalignedDsStage<kHeld, kKeys, kThreads, 4>;
+  using Base::copy, Base::kPitch, Base::shift_of;
+  using typename Base::Copies;
 
  public:
-  static constexpr bool kIsShifted = true;
   template <typename T>
   using Ds = float;
-  static constexpr int kBytes = kHeld * kPitch;
-
-  /// A row's 16-bit elements begin where its chunks did.
-  struct Operand : SharedOperand<kKeys, kPitch> {
-    __device__ __forceinline__ Operand(uint32_t stage, int32_t first_row)
-        : SharedOperand<kKeys, kPitch>(stage + first_row * kPitch) {}
-  };
 
   static __device__ __forceinline__ void fetch(const float* ds, const ScoreGradientRow* rows, int32_t column,
                                                uint32_t stage) {
     const Copies own;
     constexpr int kCopies = Copies::kRows / Copies::kStep, kAtOnce = 4;
     static_assert(kCopies % kAtOnce == 0);
-    const auto copy = [&](int32_t row, int32_t chunk, const ScoreGradientRow& from) {
-      const int32_t first = column + kElements * chunk - shift_of(from);
-      const bool exists = from.attends<kElements>(first);
-      // Elements past the last key become zeros: they may be those of another row.
-      ptx::cp_async_16_of(stage + row * kPitch + 16 * chunk, exists ? ds + from.element + first : ds,
-                          exists ? min(from.end - first, kElements) * 4 : 0);
-    };
 #pragma unroll
     for (int32_t i = 0; i < kCopies; i += kAtOnce) {
       // Several rows first: the copies wait for them once then.
@@ -176,9 +183,14 @@ class F32DsStage {
 #pragma unroll
       for (int j = 0; j < kAtOnce; ++j) of[j] = rows[own.row + (i + j) * Copies::kStep];
 #pragma unroll
-      for (int j = 0; j < kAtOnce; ++j) copy(own.row + (i + j) * Copies::kStep, own.chunk, of[j]);
+      for (int j = 0; j < kAtOnce; ++j) {
+        copy(ds, of[j], column, stage, own.row + (i + j) * Copies::kStep, own.chunk);
+      }
     }
-    if (own.lane < Copies::kRows) copy(own.first + own.lane, Copies::kChunks, rows[own.first + own.lane]);
+    if (own.lane < Copies::kRows) {
+      const int32_t row = own.first + own.lane;
+      copy(ds, rows[row], column, stage, row, Copies::kChunks);
+    }
   }
   /// Rounds each row to the beginning of its part of the stage.
   template <typename T>
@@ -224,10 +236,6 @@ class F32DsStage {
   }
 
  private:
-  /// Which element of its chunk column 0 is.
-  static __device__ __forceinline__ int32_t shift_of(const ScoreGradientRow& row) {
-    return static_cast<int32_t>(row.element) & (kElements - 1);
-  }
   /// The four elements of two chunks from element `shift`, 0 to 3, on.
   static __device__ __forceinline__ float4 shifted(const float4& first, const float4& second, int32_t shift) {
     const bool by_two = (shift & 2) != 0, by_one = (shift & 1) != 0;

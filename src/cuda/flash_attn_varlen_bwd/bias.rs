@@ -98,7 +98,7 @@ pub(super) fn stored_dbias<'p>(problem: &FlashAttnVarlenBwd<'p>) -> Option<Tenso
 }
 
 /// Whether the bias, and its gradient if that is dS, has elements of q's type.
-pub(super) fn has_type_of_q(problem: &FlashAttnVarlenBwd, bias: &Bias) -> bool {
+fn has_type_of_q(problem: &FlashAttnVarlenBwd, bias: &Bias) -> bool {
     let dtype = problem.forward.q.dtype;
     bias.dtype == dtype && stored_dbias(problem).is_none_or(|dbias| dbias.dtype == dtype)
 }
