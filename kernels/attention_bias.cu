@@ -16,6 +16,7 @@
 #include "params/attention.cuh"
 #include "params/bias.cuh"
 #include "prefill_loop.cuh"
+#include "prefill_tiles.cuh"
 #include "query_rows.cuh"
 #include "softmax.cuh"
 #include "tile_shape.cuh"

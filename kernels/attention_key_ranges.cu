@@ -17,6 +17,7 @@
 #include "output_rows.cuh"
 #include "params/attention.cuh"
 #include "params/key_ranges.cuh"
+#include "prefill_tiles.cuh"
 #include "query_rows.cuh"
 #include "softmax.cuh"
 #include "tile_shape.cuh"

@@ -16,6 +16,7 @@
 #include "output_rows.cuh"
 #include "params/token_scales.cuh"
 #include "prefill_loop.cuh"
+#include "prefill_tiles.cuh"
 #include "query_rows.cuh"
 #include "tile_shape.cuh"
 #include "token_scales.cuh"
