@@ -1,7 +1,7 @@
 // Attention of ragged query rows over paged or contiguous K and V, on mma.sync and cp.async: every GPU from sm_80 on.
 //
-// In prefill, a CTA computes one tile of query rows of one KV head (include/prefill_tiles.cuh) and streams the keys that
-// the tile attends to through shared memory. In decode, it computes a range of the keys of all tiles of a KV head
+// In prefill, a CTA computes one tile of query rows of one KV head (include/prefill_tiles.cuh) and streams the keys
+// that the tile attends to through shared memory. In decode, it computes a range of the keys of all tiles of a KV head
 // (include/work_partition.cuh). docs/dev/kernels explains the design.
 //
 // Compiled once for each combination of

@@ -1,4 +1,5 @@
-"""`compile.py ENTRY CACHE`: compiles a kernel of kernels/variants.toml for the host and prints the library's path.
+"""`compile.py ENTRY CACHE`: compiles a kernel of kernels/variants.toml, or one beside this file, for the host and
+prints the library's path.
 
 The library holds one kernel and the emulator, and exports `xa_emulate` and the size of the kernel's parameter. Its name
 contains a hash of all of its sources, so it is compiled only once.
@@ -52,8 +53,11 @@ def variants() -> Iterator[tuple[str, dict, tuple[str, ...]]]:
             yield "_".join([kernel["name"], *values]), kernel, values
 
 
-def source_of(entry: str) -> tuple[str, list[str]]:
+def source_of(entry: str) -> tuple[str | pathlib.Path, list[str]]:
     """The source file of a kernel and the macros that select its variant."""
+    beside = HERE / f"{entry.removeprefix('xa_')}.cu"
+    if beside.exists():
+        return beside, ["-D__CUDA_ARCH__=800"]
     for name, kernel, values in variants():
         if f"xa_{name}" == entry:
             names = (axis["name"].upper() for axis in kernel["axes"])
