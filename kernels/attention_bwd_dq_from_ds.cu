@@ -5,8 +5,8 @@
 // Compiled once for each combination of
 //   XA_DTYPE     f16, bf16
 //   XA_HEAD_DIM  64, 128, 256, 512: the bucket; D up to it runs, padded with zeros in shared memory
-//   XA_ROWS      aligned, shifted: whether rows of dS begin with chunks of 16 bytes, or anywhere; f32: of this type,
-//                anywhere, up to 128 columns
+//   XA_ROWS      aligned, shifted: whether rows of dS begin with chunks of 16 bytes, or anywhere; f32_aligned, f32: the
+//                same of this type, up to 128 columns
 // Launch: kThreads threads, a CTA per block of kDqFromDsRows packed query rows (RowBlocks), KV head and part of the
 // columns, the table's dynamic shared memory.
 
@@ -33,7 +33,7 @@ namespace xa {
 
 /// Blocks of kKeys keys, of which all but one of kStages are under way. Shared memory: the stages, each dS and then K;
 /// ScoreGradientRow of each row; SequenceSegment.
-template <typename Rows, int kBucket>
+template <typename Rows, typename T, int kBucket>
 struct DqFromDsShape : tiles::AttentionBwdDqFromDs<Rows, kBucket> {
   using Config = tiles::AttentionBwdDqFromDs<Rows, kBucket>;
   using Config::kKeys;
@@ -42,10 +42,13 @@ struct DqFromDsShape : tiles::AttentionBwdDqFromDs<Rows, kBucket> {
   /// A warp has 32 rows, and with others of the same rows every so many groups of columns.
   static constexpr int kTiles = 2, kWarpRows = 16 * kTiles, kColumns = kHeadDim / Config::kColumnWarps;
   static constexpr int kThreads = 32 * kHeld / kWarpRows * Config::kColumnWarps;
-  using ShiftedStage = std::conditional_t<std::is_same_v<Rows, tiles::rows_f32>, F32DsStage<kHeld, kKeys, kThreads>,
-                                          ShiftedDsStage<kHeld, kKeys, kThreads>>;
-  using DsStage = std::conditional_t<std::is_same_v<Rows, tiles::rows_aligned>, AlignedDsStage<kHeld, kKeys, kThreads>,
-                                     ShiftedStage>;
+  using F32Stage =
+      std::conditional_t<std::is_same_v<Rows, tiles::rows_f32_aligned>, AlignedF32DsStage<T, kHeld, kKeys, kThreads>,
+                         F32DsStage<T, kHeld, kKeys, kThreads>>;
+  using ShiftedStage = std::conditional_t<std::is_same_v<Rows, tiles::rows_shifted>,
+                                          ShiftedDsStage<T, kHeld, kKeys, kThreads>, F32Stage>;
+  using DsStage = std::conditional_t<std::is_same_v<Rows, tiles::rows_aligned>,
+                                     AlignedDsStage<T, kHeld, kKeys, kThreads>, ShiftedStage>;
   using KeyRows = SwizzledRows<2 * kHeadDim>;
   using KeyColumns = ColumnGroups<KeyRows, Config::kColumnWarps>;
   static constexpr int kStageBytes = DsStage::kBytes + kKeys * KeyRows::kPitch;
@@ -58,7 +61,7 @@ struct DqFromDsShape : tiles::AttentionBwdDqFromDs<Rows, kBucket> {
 template <typename Shape, typename T>
 class QueryGradientsFromDs {
   using DsStage = typename Shape::DsStage;
-  using Ds = typename DsStage::template Ds<T>;
+  using Ds = typename DsStage::Ds;
   static constexpr uint32_t kDsElements = 16 / sizeof(Ds);
 
  public:
@@ -123,7 +126,6 @@ class QueryGradientsFromDs {
   __device__ __forceinline__ QueryBlock held() const {
     return QueryBlock(params_.forward, 0, segment_.first, segment_.kv_head);
   }
-  __device__ __forceinline__ int32_t key_0() const { return column_of_key_0(all_params_, segment_.tile.start_k); }
 
   /// Row `row` of the segment in dS, if it attends to some key that has a column.
   __device__ __forceinline__ ScoreGradientRow row_of(int32_t row) const {
@@ -135,7 +137,8 @@ class QueryGradientsFromDs {
     const int64_t element =
         score_gradient_row(all_params_, segment_.tile.sequence, block.head(row), query, block.token(row));
     const int32_t end = element == kNoBias ? 0 : min(visibility.end(query), all_params_.bias.keys);
-    return ScoreGradientRow::of(element, visibility.begin(query), end, key_0());
+    return ScoreGradientRow::of(element, visibility.begin(query), end,
+                                column_of_key_0(all_params_, segment_.tile.start_k));
   }
   /// The row of the segment from which on rows are computed one by one: the first one in a block of few rows, else the
   /// last row of dS if that does not end with a chunk. memcheck takes a copy of a part of this chunk for one of all of
@@ -150,39 +153,53 @@ class QueryGradientsFromDs {
     if (elements % kDsElements == 0) return end;
     return static_cast<uint32_t>(row_of(end - 1).element) + pitch == elements ? end - 1 : end;
   }
-  /// Finds the rows of the segment in dS, except those that are computed one by one.
+  /// Finds the rows of the segment in dS. A row outside of the segment, and one that is computed by itself, gets the
+  /// place of another one: its result is not kept, and with zeros the copies of its warp would take longer.
   __device__ __forceinline__ void describe_rows() const {
-    const int32_t end = first_single_row();
+    const int32_t begin = segment_.tile.first_row, end = first_single_row();
     for (int32_t row = ptx::thread(); row < Shape::kHeld; row += Shape::kThreads) {
-      rows()[row] = row < end ? row_of(row) : ScoreGradientRow{0, 0, 0};
+      rows()[row] = begin < end ? row_of(min(max(row, begin), end - 1)) : ScoreGradientRow{0, 0, 0};
     }
     __syncthreads();
   }
 
-  /// Starts the copies of block `index` of the keys from column `first` on: dS, and K, zeros where no row of the
-  /// segment attends to the key.
-  __device__ __forceinline__ void fetch(int32_t first, int32_t index) const {
-    const int32_t column = first + index * Shape::kKeys, key = column - key_0();
-    if (key < segment_.columns.end) {
-      const uint32_t stage = stage_at(index);
-      DsStage::fetch(static_cast<const Ds*>(all_params_.ds.data), rows(), column, stage);
-      fetch_key_rows(key, stage + DsStage::kBytes);
-    }
-    ptx::cp_async_commit();
-  }
-  __device__ __forceinline__ void fetch_key_rows(int32_t first_key, uint32_t to) const {
-    using Grid = ThreadGrid<T, Shape::kHeadDim, Shape::kThreads>;
-    const Grid grid;
+  /// Where a thread copies K from: a chunk of every kStep-th row of a block.
+  struct KeyRow {
+    const T* k;     // the chunk of its first row
+    int64_t pitch;  // of rows
+    int32_t key;    // of the sequence
+    int32_t bytes;  // 0 past the last column
+  };
+  using KeyGrid = ThreadGrid<T, Shape::kHeadDim, Shape::kThreads>;
+  static_assert(KeyGrid::kChunks == KeyGrid::kLanes && KeyGrid::kStep % 8 == 0 &&
+                (KeyGrid::kStep & (KeyGrid::kStep - 1)) == 0);
+
+  /// The thread's row of the block that begins with key `first_key`.
+  __device__ __forceinline__ KeyRow key_row(int32_t first_key) const {
+    const KeyGrid grid;
     const KvSource& source = params_.forward.k;
+    const int32_t key = first_key + DsStage::Keys::of_row(grid.row), column = grid.chunk * KeyGrid::kElements;
+    const bool exists = column < num_columns();
     const T* const k = static_cast<const T*>(source.base) + segment_.kv_head * source.head_stride + first_column();
+    return {k + (segment_.tile.start_k + key) * source.token_stride + (exists ? column : 0), source.token_stride, key,
+            exists ? 16 : 0};
+  }
+  /// Starts to copy a block of K, and moves `row` on by a block. Keys to which no row of the segment attends become
+  /// zeros.
+  __device__ __forceinline__ void fetch_keys(KeyRow& row, uint32_t to) const {
+    const KeyGrid grid;
     const ColumnRange keys = segment_.columns;
+    to += Shape::KeyRows::offset(grid.row, grid.chunk);
 #pragma unroll
-    for (int32_t i = 0; i < Shape::kKeys; i += Grid::kStep) {
-      const int32_t row = i + grid.row, key = first_key + row;
+    for (int32_t i = 0; i < Shape::kKeys; i += KeyGrid::kStep) {
+      // The bits of i are none of the thread's row.
+      const int32_t offset = DsStage::Keys::of_row(i), key = row.key + offset;
       const bool exists = key >= keys.begin && key < keys.end;
-      const int64_t from = segment_.tile.start_k + (exists ? key : keys.begin);
-      fetch_row<Grid, typename Shape::KeyRows>(to, row, k + from * source.token_stride, exists ? num_columns() : 0);
+      const void* const from = exists ? row.k + offset * row.pitch : params_.forward.k.base;
+      ptx::cp_async_16_of(Shape::KeyRows::moved(to, i, 0), from, exists ? row.bytes : 0);
     }
+    row.key += Shape::kKeys;
+    row.k += Shape::kKeys * row.pitch;
   }
 
   /// Computes the rows of the segment that `stream` leaves out.
@@ -196,19 +213,30 @@ class QueryGradientsFromDs {
 
   /// Adds up dQ over the keys of the segment.
   __device__ __forceinline__ void stream() {
-    const int32_t first = (segment_.columns.begin + key_0()) / 8 * 8;
-    const int32_t blocks = (segment_.columns.end + key_0() - first + Shape::kKeys - 1) / Shape::kKeys;
+    // Blocks begin with a chunk of 8 columns.
+    const int32_t key_0 = column_of_key_0(all_params_, segment_.tile.start_k);
+    const int32_t first = (segment_.columns.begin + key_0) / 8 * 8;
+    const int32_t blocks = (segment_.columns.end + key_0 - first + Shape::kKeys - 1) / Shape::kKeys;
     constexpr int kAhead = Shape::kStages - 1;
-    for (int32_t index = 0; index < kAhead; ++index) fetch(first, index);
+    const DsStage ds(static_cast<const Ds*>(all_params_.ds.data), rows(), warp_row());
+    KeyRow keys = key_row(first - key_0);
+    const auto fetch = [&](int32_t index) {
+      if (index < blocks) {
+        const uint32_t stage = stage_at(index);
+        ds.fetch(first + index * Shape::kKeys, stage);
+        fetch_keys(keys, stage + DsStage::kBytes);
+      }
+      ptx::cp_async_commit();
+    };
+    for (int32_t index = 0; index < kAhead; ++index) fetch(index);
 #pragma unroll 1
     for (int32_t index = 0; index < blocks; ++index) {
       const uint32_t stage = stage_at(index);
       ptx::cp_async_wait<kAhead - 1>();
-      DsStage::template settle<T>(rows(), stage);
+      ds.settle(stage);
       __syncthreads();
-      fetch(first, index + kAhead);
-      accumulate<T, typename Shape::KeyColumns>(dq_, typename DsStage::Operand(stage, warp_row()),
-                                                stage + DsStage::kBytes, 2 * column_warp());
+      fetch(index + kAhead);
+      accumulate<T, typename Shape::KeyColumns>(dq_, ds.operand(stage), stage + DsStage::kBytes, 2 * column_warp());
     }
   }
 
@@ -238,7 +266,7 @@ class QueryGradientsFromDs {
 
 namespace {
 using T = xa::XA_PASTE(dtype_, XA_DTYPE);
-using Shape = xa::DqFromDsShape<xa::tiles::XA_PASTE(rows_, XA_ROWS), XA_HEAD_DIM>;
+using Shape = xa::DqFromDsShape<xa::tiles::XA_PASTE(rows_, XA_ROWS), T, XA_HEAD_DIM>;
 }  // namespace
 
 extern "C" __global__ void __launch_bounds__(Shape::kThreads, Shape::kCtasPerSm)

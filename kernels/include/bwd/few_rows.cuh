@@ -18,7 +18,7 @@ namespace xa {
 
 template <typename Shape, typename T>
 class FewRowGradients {
-  using Ds = typename Shape::DsStage::template Ds<T>;
+  using Ds = typename Shape::DsStage::Ds;
   static constexpr int kElements = 8;
   /// Adjacent lanes divide the columns of a key. The keys that all threads have at a time, and how often a thread loads
   /// one before it computes.

@@ -58,10 +58,11 @@ impl ScoreGradients {
 pub(super) fn dq_tile(forward: &Attention, ds: &ScoreGradients) -> Result<&'static AttentionBwdDqFromDsTile> {
     let dim = forward.head_dim.max(forward.value_dim);
     let is_f32 = !ds.are_summed() && forward.score.bias.is_some_and(|bias| bias.dtype == DType::F32);
-    let rows = match ds.pitch % 8 {
-        _ if is_f32 => "f32",
-        0 => "aligned",
-        _ => "shifted",
+    let rows = match (is_f32, ds.pitch % 8) {
+        (true, 0 | 4) => "f32_aligned",
+        (true, _) => "f32",
+        (false, 0) => "aligned",
+        (false, _) => "shifted",
     };
     let tile = ATTENTION_BWD_DQ_FROM_DS.iter().find(|tile| tile.rows == rows && tile.head_dim as usize >= dim);
     tile.ok_or_else(|| Error::internal(format!("{DQ_KERNEL} is not built for head dimension {dim}")))
