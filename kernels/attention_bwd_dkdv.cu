@@ -5,8 +5,8 @@
 // Compiled once for each combination of
 //   XA_DTYPE     f16, bf16, f32
 //   XA_HEAD_DIM  the bucket: D and Dv up to it run, padded with zeros in shared memory
-//   XA_SHAPE     large, small; key_ranges, bias, bias_aligned, bias_shifted, bias_f32, bias_f32_own,
-//                bias_f32_own_small, bias_large: for query rows with bounds of their keys, with a bias
+//   XA_SHAPE     large, small; key_ranges, bias, bias_aligned, bias_shifted, bias_f32, bias_f32_aligned,
+//                bias_f32_own, bias_f32_own_small, bias_large: for query rows with bounds of their keys, with a bias
 //                (include/bwd/shape.cuh)
 //   XA_LOGITS    none, softcap_alibi (include/bwd/probabilities.cuh)
 // Launch: kThreads threads, a CTA per block of kHeld rows of K and KV head, Shape::kSharedBytes of dynamic shared
@@ -15,6 +15,7 @@
 #include <type_traits>
 
 #include "bwd/aligned_bias.cuh"
+#include "bwd/aligned_f32_bias.cuh"
 #include "bwd/bias_rows.cuh"
 #include "bwd/few_keys.cuh"
 #include "bwd/probabilities.cuh"
@@ -42,17 +43,20 @@ class KeyGradients {
   static constexpr int kTiles = Shape::kRowTiles, kBlocks = Shape::kChunk / 8, kColumnTiles = Shape::kColumns / 8;
   static constexpr int kSteps = Shape::kRowBytes / 32;
   /// Whether few keys have code of their own. Beside it ptxas spills in the loop for the others where that loads a bias
-  /// at 128 columns that dS does not replace.
-  static constexpr bool kComputesFewKeys = Shape::kReplacesBias || (Shape::kHasAlignedBias && Shape::kHeadDim == 64);
+  /// at 128 columns that dS does not replace. Blocks that begin with rows of chunks of f32 end after four keys or more.
+  static constexpr bool kComputesFewKeys =
+      !Shape::kHasAlignedF32Bias && (Shape::kReplacesBias || (Shape::kHasAlignedBias && Shape::kHeadDim == 64));
   static_assert(!Shape::kReplacesBias || Shape::kBlock == Shape::kAtOnce);
   using Place = typename Shape::Place;
+  using Keys = typename Shape::Keys;
   using Bias = typename Shape::Bias;
-  /// The first element of a row of dS, kNoBias if there is none; kReplacesBias: the chunk that has the block's first
-  /// key.
+  /// The first element of a row of dS, kNoBias if there is none; kReplacesBias: the block's first key or the chunk that
+  /// has it.
   using DsRow = std::conditional_t<Shape::kReplacesBias, Bias*, int64_t>;
   static_assert(sizeof(DsRow) == sizeof(int64_t));
   using Scores = float[kTiles][kBlocks][4];
-  using BiasStage = std::conditional_t<Shape::kShiftsBias, ShiftedBiasStage<Shape, Bias>, AlignedBiasStage<Shape, T>>;
+  using ChunkStage = std::conditional_t<Shape::kHasF32Bias, AlignedF32BiasStage<Shape, T>, AlignedBiasStage<Shape, T>>;
+  using BiasStage = std::conditional_t<Shape::kShiftsBias, ShiftedBiasStage<Shape, Bias>, ChunkStage>;
 
  public:
   __device__ __forceinline__ KeyGradients(const BackwardParamsOf<Shape>& params, uint8_t* shared)
@@ -108,8 +112,8 @@ class KeyGradients {
 
   /// Starts to copy the rows of K and V from row `first` on. All threads of the CTA call it.
   __device__ __forceinline__ void fetch_held(int32_t first, int32_t kv_head) const {
-    fetch_keys<T, Shape, Shape::kHeld>(params_, first, params_.forward.capacity - first, kv_head, base_,
-                                       base_ + Shape::kHeldBytes);
+    fetch_keys<T, Shape, Shape::kHeld, Keys>(params_, first, params_.forward.capacity - first, kv_head, base_,
+                                             base_ + Shape::kHeldBytes);
   }
   /// The same for a block of RowBlocks. Returns its first row; Tk or more if there is no such block.
   __device__ __forceinline__ int32_t fetch_block(int32_t block, int32_t kv_head) const {
@@ -279,7 +283,10 @@ class KeyGradients {
           bias_begins(of_bias)[index_in_block] =
               BiasStage::begin(index_in_block, row_places(first)[index_in_block].bias);
         }
-        if constexpr (Shape::kReplacesBias) {
+        if constexpr (Shape::kHasAlignedF32Bias) {
+          ds_rows(of_bias)[index_in_block] =
+              BiasStage::place_of(all_params_.ds, ds_row, first_column(all_params_, segment_));
+        } else if constexpr (Shape::kReplacesBias) {
           ds_rows(of_bias)[index_in_block] =
               BiasStage::chunks_of(static_cast<Bias*>(all_params_.ds.data), ds_row, segment_.first_key);
         } else {
@@ -343,7 +350,7 @@ class KeyGradients {
         });
       }
     } else if constexpr (Shape::kHasAlignedBias) {
-      aligned_bias(stage).settle(segment_.first_key);
+      aligned_bias(bias_stage(first, stage)).settle(segment_.first_key);
     }
     const int32_t index_in_block = stats_row();
     if (!has_stats_row(index_in_block)) return;
@@ -397,7 +404,7 @@ class KeyGradients {
         [&] {
           if constexpr (!Shape::kHasRanges) {
             for (int32_t row = ptx::thread(); row < Shape::kHeld; row += Shape::kThreads) {
-              column_ranges()[row] = HeldKeys<Shape::kHeld>::columns_of(params_.forward, segment_, row);
+              column_ranges()[row] = HeldKeys<Shape::kHeld>::columns_of(params_.forward, segment_, Keys::of_row(row));
             }
           }
         },
@@ -407,7 +414,7 @@ class KeyGradients {
       // There is a block, because segments have query rows.
       const int32_t blocks = (segment_.columns.end - segment_.columns.begin + Shape::kBlock - 1) / Shape::kBlock;
       __syncthreads();
-      store_shifted_ds(segment_.columns.begin + (blocks - 1) * Shape::kBlock, 0);
+      store_replaced_ds(segment_.columns.begin + (blocks - 1) * Shape::kBlock, 0);
     }
   }
 
@@ -421,18 +428,18 @@ class KeyGradients {
     const uint32_t keys = base + warp_row * Rows::kPitch, values = keys + Shape::kHeldBytes;
     const uint32_t rows = queries(stage) + own_chunk * Rows::kPitch, douts = rows + Shape::kBlockBytes;
     if constexpr (Shape::kStoresLater) {
-      if (first > segment_.columns.begin) store_shifted_ds(first - Shape::kBlock, stage);
+      if (first > segment_.columns.begin) store_replaced_ds(first - Shape::kBlock, stage);
     }
     Scores p, ds;
     const int32_t column = first + own_chunk, key = segment_.first_key + warp_row;
     const QueryRowStats* const stats = row_stats(stage) + own_chunk;
     if constexpr (Shape::kHasAlignedBias) {
       multiply_rows<T, Rows, kSteps>(ds, values, douts);
+      const int of_bias = bias_stage(first, stage);
       if constexpr (Shape::kShiftsBias) {
-        const int of_bias = bias_stage(first, stage);
         aligned_bias(of_bias).start(p, params_.forward, bias_begins(of_bias) + own_chunk, warp_row);
       } else {
-        aligned_bias(stage).start(p, params_.forward, own_chunk, warp_row);
+        aligned_bias(of_bias).start(p, params_.forward, own_chunk, warp_row);
       }
       multiply_rows<T, Rows, kSteps, true>(p, keys, rows);
       p_and_ds<T, true, LogitsTransform>(p, ds, params_.forward, stats, key);
@@ -463,7 +470,11 @@ class KeyGradients {
     }
     if constexpr (Shape::kReplacesBias) {
       const int of_bias = bias_stage(first, stage);
-      aligned_bias(of_bias).replace(ds, bias_begins(of_bias) + own_chunk, warp_row);
+      if constexpr (Shape::kShiftsBias) {
+        aligned_bias(of_bias).replace(ds, bias_begins(of_bias) + own_chunk, warp_row);
+      } else {
+        aligned_bias(of_bias).replace(ds, all_params_.ds, own_chunk, warp_row);
+      }
     }
     const int32_t first_chunk = 2 * column_warp();
     if constexpr (Shape::kExchanges) {
@@ -484,7 +495,7 @@ class KeyGradients {
     if constexpr (Shape::kReplacesBias) {
       if constexpr (!Shape::kStoresLater) {
         if constexpr (!Shape::kExchanges) __syncthreads();
-        store_shifted_ds(first, stage);
+        store_replaced_ds(first, stage);
       }
     } else if constexpr (Shape::kStoresDs) {
       if (all_params_.ds.data != nullptr) {
@@ -498,11 +509,15 @@ class KeyGradients {
   }
 
   /// Stores dS of the block that begins at packed row `first`, which all warps have stored in place of its bias.
-  __device__ __forceinline__ void store_shifted_ds(int32_t first, int stage) const {
+  __device__ __forceinline__ void store_replaced_ds(int32_t first, int stage) const {
     const int of_bias = bias_stage(first, stage);
-    const int32_t begin = segment_.tile.first_row, key = segment_.first_key + begin;
-    const ColumnRange keys = {begin, begin + min(segment_.tile.num_rows, all_params_.bias.keys - key)};
-    aligned_bias(of_bias).store(ds_rows(of_bias), bias_begins(of_bias), keys);
+    if constexpr (Shape::kHasAlignedF32Bias) {
+      return aligned_bias(of_bias).store(ds_rows(of_bias), all_params_.ds, first_column(all_params_, segment_));
+    } else {
+      const int32_t begin = segment_.tile.first_row, key = segment_.first_key + begin;
+      const ColumnRange keys = {begin, begin + min(segment_.tile.num_rows, all_params_.bias.keys - key)};
+      aligned_bias(of_bias).store(ds_rows(of_bias), bias_begins(of_bias), keys);
+    }
   }
 
   /// Stores dS of all 32 keys of the CTA and of the warp's part of a stage's query rows.
@@ -546,8 +561,9 @@ class KeyGradients {
                                                  float factor) const {
     const int32_t begin = segment_.tile.first_row, thread = ptx::thread();
     with_gradient_type<T>(params_, gradient, [&](auto* rows) {
-      write_rows<T, Shape::kColumnWarps>(x, factor, row_warp(thread) * Shape::kWarpRows, begin,
-                                         begin + segment_.tile.num_rows, column_warp(thread), dim, row_at(rows, dim));
+      write_rows<T, Shape::kColumnWarps, Keys>(x, factor, row_warp(thread) * Shape::kWarpRows, begin,
+                                               begin + segment_.tile.num_rows, column_warp(thread), dim,
+                                               row_at(rows, dim));
     });
   }
   /// Stores zeros to the rows of the block in a gradient.

@@ -1,5 +1,6 @@
-// The bias in the gradients where its rows begin with chunks of 16 bytes. It has the type of the operands, and no soft
-// cap or ALiBi comes before it, so the main loop has no branches between its products.
+// The bias in the gradients where its rows begin with chunks of 16 bytes. It has the type of the operands, or is f32
+// (aligned_f32_bias.cuh), and no soft cap or ALiBi comes before it, so the main loop has no branches between its
+// products.
 //
 // In dQ the columns of a lane are the keys of a chunk (KeysOfLanes), so it loads whole chunks, which need no shared
 // memory. In dK and dV the bias is staged with the block's other operands.
@@ -137,7 +138,7 @@ class AlignedBiasStage {
     for (int32_t i = 0; i < Shape::kStagedRows; i += kStep) {
       const uint4 first = ptx::load_shared_16(from + i * kPitch), second = ptx::load_shared_16(from + i * kPitch + 16);
       __syncwarp();
-      ptx::store_shared_16(from + i * kPitch, ChunkWindow{first, second}.from(shift));
+      ptx::store_shared_16(from + i * kPitch, ChunkWindow{first, second}.from(shift * (sizeof(T) / 2)));
     }
   }
   /// As AlignedBias::start, of the query rows from `row` on and the keys from `column` on: one instruction loads 8 x 8

@@ -1,4 +1,5 @@
-// Which keys the columns of scores in dQ are. Any order will do in which K and V are in shared memory too.
+// Which keys the columns of scores or of dS in dQ are, or the rows of scores in dK and dV. Any order will do in which K
+// and V are in shared memory too.
 #pragma once
 
 #include <cstdint>
@@ -27,6 +28,13 @@ struct KeysOfLanes {
   }
   static __device__ __forceinline__ int32_t of_lane(int32_t t) { return 8 * t; }
   static __device__ __forceinline__ int32_t offset(int block, int i) { return block / 4 * 32 + block % 4 * 2 + i; }
+};
+
+/// The rows g, g + 8, g + 16 and g + 24 that lanes of group g have of scores in dK and dV are keys 4g to 4g + 3.
+struct KeysOfRows {
+  static __device__ __forceinline__ int32_t of_row(int32_t row) {
+    return (row & ~31) | (row & 7) << 2 | (row & 24) >> 3;
+  }
 };
 
 }  // namespace xa

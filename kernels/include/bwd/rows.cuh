@@ -254,8 +254,8 @@ __device__ __forceinline__ float negative_slope(const AttentionParams& params, i
 
 /// Stores the rows of [begin, end) among a warp's kTiles x 16 rows from `first_row` on, times `factor`. The warp has
 /// the columns that ColumnGroups<T> (shape.cuh) gives warp `column_warp`; those from `dim` on do not exist.
-/// `row_at(row)` is the address of a row, whose elements are T or f32.
-template <typename T, int kColumnWarps, int kTiles, int kColumnTiles, typename RowAt>
+/// `row_at(row)` is the address of a row, whose elements are T or f32. Rows have the order `Order`.
+template <typename T, int kColumnWarps, typename Order = KeysInOrder, int kTiles, int kColumnTiles, typename RowAt>
 __device__ __forceinline__ void write_rows(const float (&x)[kTiles][kColumnTiles][4], float factor, int32_t first_row,
                                            int32_t begin, int32_t end, int32_t column_warp, int32_t dim,
                                            const RowAt& row_at) {
@@ -265,7 +265,7 @@ __device__ __forceinline__ void write_rows(const float (&x)[kTiles][kColumnTiles
   for (int tile = 0; tile < kTiles; ++tile) {
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
-      const int32_t row = first_row + 16 * tile + 8 * half + g;
+      const int32_t row = Order::of_row(first_row + 16 * tile + 8 * half + g);
       if (row < begin || row >= end) continue;
       auto* const to = row_at(row) + first_column + 2 * t;
 #pragma unroll

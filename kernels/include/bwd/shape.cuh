@@ -48,22 +48,29 @@ struct BackwardShape : tiles::AttentionBwd<Gradient, Shape, sizeof(T), kHeadDim_
   static constexpr bool kHasBias =
       std::is_same_v<Shape, tiles::shape_bias> || std::is_same_v<Shape, tiles::shape_bias_large> ||
       std::is_same_v<Shape, tiles::shape_bias_aligned> || std::is_same_v<Shape, tiles::shape_bias_shifted> ||
-      std::is_same_v<Shape, tiles::shape_bias_f32> || std::is_same_v<Shape, tiles::shape_bias_f32_own> ||
-      std::is_same_v<Shape, tiles::shape_bias_f32_own_small>;
+      std::is_same_v<Shape, tiles::shape_bias_f32> || std::is_same_v<Shape, tiles::shape_bias_f32_aligned> ||
+      std::is_same_v<Shape, tiles::shape_bias_f32_own> || std::is_same_v<Shape, tiles::shape_bias_f32_own_small>;
   /// Whether the bias is of f32, and its gradient dS. Other shapes take f32 beside 16-bit operands by a branch, or do
   /// not.
   static constexpr bool kHasOwnF32Bias =
       std::is_same_v<Shape, tiles::shape_bias_f32_own> || std::is_same_v<Shape, tiles::shape_bias_f32_own_small>;
-  static constexpr bool kHasF32Bias = kHasOwnF32Bias || std::is_same_v<Shape, tiles::shape_bias_f32>;
+  /// Whether rows of one of f32 begin with chunks (aligned_f32_bias.cuh). dS is the gradient or in the workspace.
+  static constexpr bool kHasAlignedF32Bias = std::is_same_v<Shape, tiles::shape_bias_f32_aligned>;
+  static constexpr bool kHasF32Bias =
+      kHasOwnF32Bias || kHasAlignedF32Bias || std::is_same_v<Shape, tiles::shape_bias_f32>;
   using Bias = std::conditional_t<kHasF32Bias, float, T>;
   /// Whether rows of the bias do not begin with chunks of 16 bytes, but are staged as if they did (shifted_bias.cuh).
-  static constexpr bool kShiftsBias = kHasF32Bias || std::is_same_v<Shape, tiles::shape_bias_shifted>;
-  /// Whether dS is the gradient of the bias, which it replaces in shared memory.
-  static constexpr bool kReplacesBias = kHasOwnF32Bias || std::is_same_v<Shape, tiles::shape_bias_shifted>;
+  static constexpr bool kShiftsBias =
+      (kHasF32Bias && !kHasAlignedF32Bias) || std::is_same_v<Shape, tiles::shape_bias_shifted>;
+  /// Whether dS replaces the bias in shared memory, because it is its gradient or because that is f32.
+  static constexpr bool kReplacesBias =
+      kHasOwnF32Bias || kHasAlignedF32Bias || std::is_same_v<Shape, tiles::shape_bias_shifted>;
   using Ds = std::conditional_t<kReplacesBias, Bias, T>;
   /// Whether they begin with chunks (aligned_bias.cuh), or are staged so.
-  static constexpr bool kHasAlignedBias = kShiftsBias || std::is_same_v<Shape, tiles::shape_bias_aligned>;
-  using Keys = std::conditional_t<kHasAlignedBias && !kHoldsKeys, KeysOfLanes, KeysInOrder>;
+  static constexpr bool kHasAlignedBias =
+      kShiftsBias || kHasAlignedF32Bias || std::is_same_v<Shape, tiles::shape_bias_aligned>;
+  using Keys = std::conditional_t<kHasAlignedF32Bias, KeysOfRows,
+                                  std::conditional_t<kHasAlignedBias && !kHoldsKeys, KeysOfLanes, KeysInOrder>>;
   static constexpr int kWarps = Config::kRowWarps * Config::kColumnWarps, kThreads = 32 * kWarps;
   static constexpr int kWarpRows = 16 * Config::kRowTiles;
   /// Rows of the block that the CTA holds.

@@ -27,12 +27,14 @@ const KEY_KERNEL: &str = "attention_bwd_dkdv";
 /// How the shapes of tiles begin that serve only calls that no other shape serves.
 const OWN_SHAPES: [&str; 2] = ["key_ranges", "bias"];
 
-/// The shapes for a bias whose rows begin with chunks of 16 bytes, and for others if dS is stored; of these the ones for a bias of f32
-/// beside 16-bit operands, whose dS is stored in the workspace, or is the gradient of the bias. Other shapes serve them too.
+/// The shapes for a bias whose rows begin with chunks of 16 bytes, and for others if dS is stored; then those for a bias of f32 beside
+/// 16-bit operands if dS is stored: whose rows begin with chunks; whose dS is stored in the workspace, or is the gradient of the bias.
+/// Other shapes serve them too.
 const ALIGNED_BIAS: &str = "bias_aligned";
 const SHIFTED_BIAS: &str = "bias_shifted";
+const ALIGNED_F32_BIAS: &str = "bias_f32_aligned";
 const F32_BIAS: &str = "bias_f32";
-/// How the shapes of the second one begin.
+/// How the shapes of the last one begin.
 const OWN_F32_BIAS: &str = "bias_f32_own";
 
 /// The shape of the tiles for a call with bounds of rows or with a bias.
@@ -94,7 +96,7 @@ fn variant(
     let tiles = tiles.filter(|t| own == OWN_SHAPES.into_iter().find(|shape| t.shape.starts_with(shape)));
     let takes = |shape: &str| {
         let is_own_f32 = shape.starts_with(OWN_F32_BIAS);
-        let is_special = is_own_f32 || [ALIGNED_BIAS, SHIFTED_BIAS, F32_BIAS].contains(&shape);
+        let is_special = is_own_f32 || [ALIGNED_BIAS, SHIFTED_BIAS, ALIGNED_F32_BIAS, F32_BIAS].contains(&shape);
         !is_special || bias_shape == Some(if is_own_f32 { OWN_F32_BIAS } else { shape })
     };
     let tiles = tiles.filter(|t| t.head_dim as usize >= dim && takes(t.shape));
@@ -146,13 +148,30 @@ fn places(device: &Device, ctas_per_sm: u32) -> usize {
 
 /// Where the kernel for dK and dV can store dS of a call with a bias.
 fn places_of_ds(forward: &Attention, bias: &Bias, device: &Device) -> Result<DsPlaces> {
-    let tile = |shape| Ok(variant(forward, Some(shape), device, KEY_KERNEL, "dkdv")?.1);
     if bias.dtype == forward.q.dtype {
-        let stores_ds = tile(SHIFTED_BIAS)?.stores_ds;
+        let stores_ds = key_tile(forward, SHIFTED_BIAS, device)?.stores_ds;
         return Ok(DsPlaces { gradient: stores_ds, workspace: stores_ds });
     }
-    let gradient = tile(OWN_F32_BIAS)?.shape.starts_with(OWN_F32_BIAS);
-    Ok(DsPlaces { gradient, workspace: tile(F32_BIAS)?.stores_ds })
+    let [own, summed] = [false, true].map(|is_summed| f32_bias_shape(forward, bias, is_summed, device));
+    let (own, summed) = (own?, summed?);
+    Ok(DsPlaces {
+        gradient: key_tile(forward, own, device)?.shape.starts_with(own),
+        workspace: key_tile(forward, summed, device)?.stores_ds,
+    })
+}
+
+/// The tile of dK and dV for a call with a bias, of the shape `bias_shape` or another one.
+fn key_tile(forward: &Attention, bias_shape: &str, device: &Device) -> Result<&'static AttentionBwdTile> {
+    Ok(variant(forward, Some(bias_shape), device, KEY_KERNEL, "dkdv")?.1)
+}
+
+/// The shape for a bias of f32 beside 16-bit operands whose dS is stored: in the workspace, to be summed, or as the gradient.
+fn f32_bias_shape(forward: &Attention, bias: &Bias, is_summed: bool, device: &Device) -> Result<&'static str> {
+    let is_aligned = bias.keys.is_multiple_of(4);
+    if is_aligned && key_tile(forward, ALIGNED_F32_BIAS, device)?.shape == ALIGNED_F32_BIAS {
+        return Ok(ALIGNED_F32_BIAS);
+    }
+    Ok(if is_summed { F32_BIAS } else { OWN_F32_BIAS })
 }
 
 /// The launches of a call; never `None`, because these kernels support every call.
@@ -170,12 +189,11 @@ pub(super) fn launches<'p>(problem: &'p FlashAttnVarlenBwd, device: Device) -> R
     let [keys, queries] = original.map_or(all, |original| RowBlocks::of_bias(problem, original));
     let group = forward.num_q_heads / forward.num_kv_heads;
     let query_shape = forward.score.bias.as_ref().filter(|of| bias::is_aligned(&call, of)).map(|_| ALIGNED_BIAS);
-    let is_f32 = original.is_some_and(|bias| bias.dtype != forward.q.dtype);
-    let key_shape = query_shape.or(ds.are_stored().then_some(match (is_f32, ds.are_summed()) {
-        (false, _) => SHIFTED_BIAS,
-        (true, true) => F32_BIAS,
-        (true, false) => OWN_F32_BIAS,
-    }));
+    let key_shape = match original.filter(|_| ds.are_stored() && query_shape.is_none()) {
+        Some(bias) if bias.dtype == forward.q.dtype => Some(SHIFTED_BIAS),
+        Some(bias) => Some(f32_bias_shape(forward, bias, ds.are_summed(), &device)?),
+        None => query_shape,
+    };
     let backward = BackwardParams::new(&call, &device, delta)?;
     let dq_tile = ds.are_stored().then(|| score_gradients::dq_tile(forward, &ds)).transpose()?;
     let parameter = if let Some((of, original)) = forward.score.bias.as_ref().zip(original) {
@@ -287,6 +305,21 @@ mod tests {
         assert_eq!(shape(128, 0.0, None), ["bias"; 2]);
         assert_eq!(shape(128, 1.0, Some(ALIGNED_BIAS)), ["bias"; 2]);
         assert_eq!(shape(192, 0.0, Some(ALIGNED_BIAS)), ["bias"; 2]);
+    }
+
+    #[test]
+    fn a_bias_of_f32_has_shapes_for_rows_that_begin_with_chunks_where_they_fit() {
+        let plain = problem(64, 1, 8, 64);
+        let shape = |keys, kilobytes: u32, is_summed| {
+            let bias = Bias { data: std::ptr::null(), dtype: DType::F32, seqs: 1, heads: 1, rows: 8, keys };
+            let attention = Attention { score: Score { bias: Some(bias), ..plain.score }, ..plain };
+            let device = Device { shared_memory: kilobytes * 1024, ..device(false) };
+            let of_call = f32_bias_shape(&attention, &bias, is_summed, &device).expect("there is a kernel");
+            key_tile(&attention, of_call, &device).expect("there is a kernel").shape
+        };
+        assert_eq!([false, true].map(|is_summed| shape(12, 163, is_summed)), [ALIGNED_F32_BIAS; 2]);
+        assert_eq!([false, true].map(|is_summed| shape(14, 163, is_summed)), [OWN_F32_BIAS, F32_BIAS]);
+        assert_eq!([false, true].map(|is_summed| shape(12, 99, is_summed)), ["bias_f32_own_small", F32_BIAS]);
     }
 
     #[test]
