@@ -149,33 +149,51 @@ class AlignedDsStage : DsCopies<kHeld, kKeys, kThreads, 2, false> {
   const uint32_t from_;
 };
 
-/// Where rows of 16-bit elements begin anywhere. They are shifted in shared memory, to where their chunks began.
-template <typename T, int kHeld, int kKeys, int kThreads>
-class ShiftedDsStage : DsCopies<kHeld, kKeys, kThreads, 2, true> {
-  using Base = DsCopies<kHeld, kKeys, kThreads, 2, true>;
-  static constexpr int kPitch = kKeys * 2 + 16;
+/// Where rows begin anywhere. The 16-bit elements of a row then begin where its chunks did.
+template <typename T, typename Ds_, int kHeld, int kKeys, int kThreads>
+class UnalignedDsStage : protected DsCopies<kHeld, kKeys, kThreads, static_cast<int>(sizeof(Ds_)), true> {
+ protected:
+  using Base = DsCopies<kHeld, kKeys, kThreads, static_cast<int>(sizeof(Ds_)), true>;
+  static constexpr int kPitch = kKeys * static_cast<int>(sizeof(Ds_)) + 16;
+  /// Lanes that shift a row, and the chunks that each of them shifts, kAtOnce before it stores them.
+  static constexpr int kLanes = 32 / Base::kRows, kChunks = Base::kChunks / kLanes;
+  static constexpr int kAtOnce = kChunks < 4 ? kChunks : 4, kParts = kChunks / kAtOnce;
+  static_assert(kLanes * kParts * kAtOnce == Base::kChunks);
+
+  /// The row that this lane shifts.
+  static __device__ __forceinline__ int32_t shifted_row() { return Base::first_row() + Base::lane() / kLanes; }
 
  public:
   using Base::kIsShifted;
-  using Ds = T;
+  using Ds = Ds_;
   using Keys = KeysInOrder;
   using Operand = SharedOperand<kKeys, kPitch>;
   static constexpr int kBytes = kHeld * kPitch;
 
-  __device__ __forceinline__ ShiftedDsStage(const T* ds, const ScoreGradientRow* rows, int32_t first_row)
+  __device__ __forceinline__ UnalignedDsStage(const Ds* ds, const ScoreGradientRow* rows, int32_t first_row)
       : Base(ds, rows), first_row_(first_row) {}
 
   __device__ __forceinline__ void fetch(int32_t column, uint32_t stage) const {
     Base::template copy_to<kPitch>(column, stage);
   }
+  __device__ __forceinline__ Operand operand(uint32_t stage) const { return Operand(stage + first_row_ * kPitch); }
+
+ private:
+  const int32_t first_row_;
+};
+
+/// The same of 16 bits.
+template <typename T, int kHeld, int kKeys, int kThreads>
+class ShiftedDsStage : public UnalignedDsStage<T, T, kHeld, kKeys, kThreads> {
+  using Base = UnalignedDsStage<T, T, kHeld, kKeys, kThreads>;
+  using Base::kAtOnce, Base::kChunks, Base::kLanes, Base::kParts, Base::kPitch;
+
+ public:
+  using Base::Base;
+
   __device__ __forceinline__ void settle(uint32_t stage) const {
-    constexpr int kLanes = 32 / Base::kRows, kChunks = Base::kChunks / kLanes;
-    // Chunks that a lane shifts before it stores them.
-    constexpr int kAtOnce = kChunks < 4 ? kChunks : 4, kParts = kChunks / kAtOnce;
-    static_assert(kLanes * kParts * kAtOnce == Base::kChunks);
-    const int32_t lane = ptx::thread() % 32, row = Base::first_row() + lane / kLanes;
-    const int32_t shift = Base::shift_of(Base::rows()[row]);
-    const uint32_t from = stage + row * kPitch + lane % kLanes * kChunks * 16;
+    const int32_t row = Base::shifted_row(), shift = Base::shift_of(Base::rows()[row]);
+    const uint32_t from = stage + row * kPitch + ptx::thread() % kLanes * kChunks * 16;
     __syncwarp();
 #pragma unroll
     for (int part = 0; part < kParts; ++part) {
@@ -193,71 +211,43 @@ class ShiftedDsStage : DsCopies<kHeld, kKeys, kThreads, 2, true> {
       for (int i = 0; i < kAtOnce; ++i) ptx::store_shared_16(chunks + i * 16, shifted[i]);
     }
   }
-  __device__ __forceinline__ Operand operand(uint32_t stage) const { return Operand(stage + first_row_ * kPitch); }
-
- private:
-  const int32_t first_row_;
 };
 
 /// The same of f32. They are rounded when they are shifted.
 template <typename T, int kHeld, int kKeys, int kThreads>
-class F32DsStage : DsCopies<kHeld, kKeys, kThreads, 4, true> {
-  using Base = DsCopies<kHeld, kKeys, kThreads, 4, true>;
-  static constexpr int kPitch = kKeys * 4 + 16;
+class F32DsStage : public UnalignedDsStage<T, float, kHeld, kKeys, kThreads> {
+  using Base = UnalignedDsStage<T, float, kHeld, kKeys, kThreads>;
+  using Base::kAtOnce, Base::kChunks, Base::kLanes, Base::kParts, Base::kPitch;
+  static_assert(kAtOnce == 4 && (kLanes == 1 || kParts == 1));
 
  public:
-  using Base::kIsShifted;
-  using Ds = float;
-  using Keys = KeysInOrder;
-  using Operand = SharedOperand<kKeys, kPitch>;
-  static constexpr int kBytes = kHeld * kPitch;
+  using Base::Base;
 
-  __device__ __forceinline__ F32DsStage(const float* ds, const ScoreGradientRow* rows, int32_t first_row)
-      : Base(ds, rows), first_row_(first_row) {}
-
-  __device__ __forceinline__ void fetch(int32_t column, uint32_t stage) const {
-    Base::template copy_to<kPitch>(column, stage);
-  }
   __device__ __forceinline__ void settle(uint32_t stage) const {
-    constexpr int kLanes = 32 / Base::kRows, kChunks = Base::kChunks / kLanes;
-    // Chunks that a lane rounds before it stores them.
-    constexpr int kAtOnce = 4, kParts = kChunks / kAtOnce;
-    static_assert(kLanes * kParts * kAtOnce == Base::kChunks && (kLanes == 1 || kParts == 1));
-    const int32_t lane = ptx::thread() % 32, row = Base::first_row() + lane / kLanes;
-    const int32_t shift = Base::shift_of(Base::rows()[row]), first = lane % kLanes * kChunks;
+    const int32_t row = Base::shifted_row(), shift = Base::shift_of(Base::rows()[row]);
+    const int32_t first = ptx::thread() % kLanes * kChunks;
     const uint32_t from = stage + row * kPitch + first * 16, to = stage + row * kPitch + first * 8;
     __syncwarp();
-    const auto round = [&](auto shifts) {
-      float4 next = ptx::load_shared_f32x4(from);
+    float4 next = ptx::load_shared_f32x4(from);
 #pragma unroll
-      for (int part = 0; part < kParts; ++part) {
-        uint2 rounded[kAtOnce];
+    for (int part = 0; part < kParts; ++part) {
+      uint2 rounded[kAtOnce];
 #pragma unroll
-        for (int i = 0; i < kAtOnce; ++i) {
-          constexpr bool kShifts = decltype(shifts)::value;
-          const int following = part * kAtOnce + i + 1;
-          const float4 chunk = next;
-          if (kShifts || following < kChunks) next = ptx::load_shared_f32x4(from + following * 16);
-          const float4 x = kShifts ? shifted(chunk, next, shift) : chunk;
-          rounded[i] = make_uint2(Element<T>::pack(x.x, x.y), Element<T>::pack(x.z, x.w));
-        }
-        // Another lane may need what is there.
-        if (kLanes > 1) __syncwarp();
-#pragma unroll
-        for (int i = 0; i < kAtOnce; i += 2) {
-          ptx::store_shared_16(to + (part * kAtOnce + i) * 8,
-                               make_uint4(rounded[i].x, rounded[i].y, rounded[i + 1].x, rounded[i + 1].y));
-        }
+      for (int i = 0; i < kAtOnce; ++i) {
+        const float4 chunk = next;
+        next = ptx::load_shared_f32x4(from + (part * kAtOnce + i + 1) * 16);
+        const float4 x = shifted(chunk, next, shift);
+        rounded[i] = make_uint2(Element<T>::pack(x.x, x.y), Element<T>::pack(x.z, x.w));
       }
-    };
-    // In most calls all rows begin with chunks, or none of them does.
-    if (__any_sync(~0u, shift != 0)) {
-      round(std::true_type{});
-    } else {
-      round(std::false_type{});
+      // Another lane may need what is there.
+      if (kLanes > 1) __syncwarp();
+#pragma unroll
+      for (int i = 0; i < kAtOnce; i += 2) {
+        ptx::store_shared_16(to + (part * kAtOnce + i) * 8,
+                             make_uint4(rounded[i].x, rounded[i].y, rounded[i + 1].x, rounded[i + 1].y));
+      }
     }
   }
-  __device__ __forceinline__ Operand operand(uint32_t stage) const { return Operand(stage + first_row_ * kPitch); }
 
  private:
   /// The four elements of two chunks from element `shift`, 0 to 3, on.
@@ -267,8 +257,6 @@ class F32DsStage : DsCopies<kHeld, kKeys, kThreads, 4, true> {
     const float d = by_two ? second.y : first.w, e = by_two ? second.z : second.x;
     return by_one ? make_float4(b, c, d, e) : make_float4(a, b, c, d);
   }
-
-  const int32_t first_row_;
 };
 
 /// Where rows of f32 begin with chunks. They are rounded when they are read: a lane has the eight keys of two chunks.
