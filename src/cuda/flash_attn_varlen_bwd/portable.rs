@@ -149,26 +149,26 @@ fn places(device: &Device, ctas_per_sm: u32) -> usize {
 /// Where the kernel for dK and dV can store dS of a call with a bias.
 fn places_of_ds(forward: &Attention, bias: &Bias, device: &Device) -> Result<DsPlaces> {
     if bias.dtype == forward.q.dtype {
-        let stores_ds = key_tile(forward, SHIFTED_BIAS, device)?.stores_ds;
+        let stores_ds = key_tile(forward, Some(SHIFTED_BIAS), device)?.stores_ds;
         return Ok(DsPlaces { gradient: stores_ds, workspace: stores_ds });
     }
     let [own, summed] = [false, true].map(|is_summed| f32_bias_shape(forward, bias, is_summed, device));
     let (own, summed) = (own?, summed?);
     Ok(DsPlaces {
-        gradient: key_tile(forward, own, device)?.shape.starts_with(own),
-        workspace: key_tile(forward, summed, device)?.stores_ds,
+        gradient: key_tile(forward, Some(own), device)?.shape.starts_with(own),
+        workspace: key_tile(forward, Some(summed), device)?.stores_ds,
     })
 }
 
-/// The tile of dK and dV for a call with a bias, of the shape `bias_shape` or another one.
-fn key_tile(forward: &Attention, bias_shape: &str, device: &Device) -> Result<&'static AttentionBwdTile> {
-    Ok(variant(forward, Some(bias_shape), device, KEY_KERNEL, "dkdv")?.1)
+/// The tile of dK and dV, as `variant` finds it.
+fn key_tile(forward: &Attention, bias_shape: Option<&str>, device: &Device) -> Result<&'static AttentionBwdTile> {
+    Ok(variant(forward, bias_shape, device, KEY_KERNEL, "dkdv")?.1)
 }
 
 /// The shape for a bias of f32 beside 16-bit operands whose dS is stored: in the workspace, to be summed, or as the gradient.
 fn f32_bias_shape(forward: &Attention, bias: &Bias, is_summed: bool, device: &Device) -> Result<&'static str> {
     let is_aligned = bias.keys.is_multiple_of(4);
-    if is_aligned && key_tile(forward, ALIGNED_F32_BIAS, device)?.shape == ALIGNED_F32_BIAS {
+    if is_aligned && key_tile(forward, Some(ALIGNED_F32_BIAS), device)?.shape == ALIGNED_F32_BIAS {
         return Ok(ALIGNED_F32_BIAS);
     }
     Ok(if is_summed { F32_BIAS } else { OWN_F32_BIAS })
@@ -197,8 +197,8 @@ pub(super) fn launches<'p>(problem: &'p FlashAttnVarlenBwd, device: Device) -> R
     let backward = BackwardParams::new(&call, &device, delta)?;
     let dq_tile = ds.are_stored().then(|| score_gradients::dq_tile(forward, &ds)).transpose()?;
     let parameter = if let Some((of, original)) = forward.score.bias.as_ref().zip(original) {
-        let key_tile = variant(forward, key_shape, &device, KEY_KERNEL, "dkdv")?.1;
-        let keys_per_turn = keys.per_turn(forward, key_tile.held(), places(&device, key_tile.ctas_per_sm));
+        let tile = key_tile(forward, key_shape, &device)?;
+        let keys_per_turn = keys.per_turn(forward, tile.held(), places(&device, tile.ctas_per_sm));
         let queries_per_turn = dq_tile.map_or(1, |tile| {
             let places = (places(&device, tile.ctas_per_sm) / tile.parts as usize).max(1);
             queries.packed(group).per_turn(forward, DQ_FROM_DS_ROWS as usize, places)
@@ -315,7 +315,7 @@ mod tests {
             let attention = Attention { score: Score { bias: Some(bias), ..plain.score }, ..plain };
             let device = Device { shared_memory: kilobytes * 1024, ..device(false) };
             let of_call = f32_bias_shape(&attention, &bias, is_summed, &device).expect("there is a kernel");
-            key_tile(&attention, of_call, &device).expect("there is a kernel").shape
+            key_tile(&attention, Some(of_call), &device).expect("there is a kernel").shape
         };
         assert_eq!([false, true].map(|is_summed| shape(12, 163, is_summed)), [ALIGNED_F32_BIAS; 2]);
         assert_eq!([false, true].map(|is_summed| shape(14, 163, is_summed)), [OWN_F32_BIAS, F32_BIAS]);
