@@ -85,7 +85,7 @@ class QueryGradientsFromDs {
       segment_.kv_head = index - tile * forward.num_kv_heads;
       segment_.first = blocks.first_row(tile, all_params_.query_blocks_per_turn);
       block_rows() = blocks.count(segment_.first);
-      segment_.clears_padding = 0;  // attention_bwd_dq has done it
+      segment_.clears_padding = 1;
       segment_.maxima = kStartsAscend;
     }
     __syncthreads();
@@ -102,6 +102,10 @@ class QueryGradientsFromDs {
           compute_single_rows();
         },
         [] {});
+    // attention_bwd_dq has cleared the padding rows of its blocks, which may begin elsewhere: a block of this kernel
+    // whose rows attend to no key may have some that share a block of that kernel with rows that attend to keys. A
+    // segment resets the flag.
+    if (segment_.clears_padding != 0 && segment_.first < forward.num_tokens * forward.group) clear_gradient();
   }
 
  private:
@@ -252,6 +256,16 @@ class QueryGradientsFromDs {
       };
       write_rows<T, Shape::kColumnWarps>(dq_, params_.softmax_scale, warp_row(), begin, end, column_warp(),
                                          num_columns(), row_at);
+    });
+  }
+  /// Stores zeros to the CTA's columns of the rows of the block.
+  __device__ __forceinline__ void clear_gradient() const {
+    const QueryBlock block = held();
+    const int32_t element = gradient_bytes<T>(params_), dim = params_.forward.head_dim;
+    const int32_t num_heads = params_.forward.num_kv_heads * params_.forward.group;
+    clear_rows<Shape::kThreads>(block_rows(), num_columns() * element, [&](int32_t row) {
+      const int64_t of = static_cast<int64_t>(block.token(row)) * num_heads + block.head(row);
+      return static_cast<uint8_t*>(params_.dq) + (of * dim + first_column()) * element;
     });
   }
 

@@ -239,6 +239,21 @@ fn biases_of_equal_sequences_agree_with_the_reference() {
     }
 }
 
+/// Under a causal mask the first rows of a sequence with more rows than keys attend to none. A block of dQ from dS has no other rows, and some
+/// of them are in a block of the kernel for dQ with rows that attend to keys.
+#[test]
+fn blocks_of_rows_without_keys_have_gradients_of_zero() {
+    for head_dim in [64, 128] {
+        let (lengths, mask, bias) = (vec![(300, 130); 2], Mask::CAUSAL, Some(BiasForm::OWN));
+        let heads = (2, 2);
+        let own = BatchSpec { dtypes: BF16.into(), heads, head_dim, lengths, mask, bias, ..BatchSpec::default() };
+        for spec in of_both_types(own) {
+            let case = GradientCase::store(&spec.batch(), &portable_workspace(&spec).bare(), GradientOptions::ALL);
+            ReferenceCase::assert_matches_reference(&case);
+        }
+    }
+}
+
 /// Sequences whose last blocks of keys and of packed query rows have one or two, which are computed one after the other.
 #[test]
 fn biases_with_blocks_of_few_rows_agree_with_the_reference() {
@@ -289,6 +304,12 @@ fn a_bias_of_many_sequences_agrees_with_the_reference() {
             assert_named_matches_reference(&format!("{seed}: {spec:?}"), &mut case);
         }
     }
+}
+
+/// The call, whose bias is of q's type, and the same with a bias of f32.
+fn of_both_types(spec: BatchSpec) -> [BatchSpec; 2] {
+    let bias = spec.bias.map(|form| BiasForm { dtype: Some(F32), ..form });
+    [spec.clone(), BatchSpec { bias, ..spec }]
 }
 
 /// Sequences with a bias, of several tiles of keys and rows and of few.
