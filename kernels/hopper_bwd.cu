@@ -8,8 +8,8 @@
 // Compiled once for each combination of
 //   XA_DTYPE     f16, bf16
 //   XA_HEAD_DIM  the bucket: D and Dv up to it are padded with zeros in shared memory
-//   XA_LOGITS    none, softcap, alibi; none, and rows have bounds of their keys (key_ranges.cuh) or scores a bias
-//                (bias.cuh): key_ranges, bias
+//   XA_LOGITS    none, softcap, alibi; none, and rows have bounds of their keys (key_ranges.cuh) or scores a bias of
+//                the operands' type or of f32 (bias.cuh): key_ranges, bias, bias_f32
 // Launch: any number of CTAs of kThreads threads and kSharedBytes of dynamic shared memory, one per SM.
 
 #include <type_traits>

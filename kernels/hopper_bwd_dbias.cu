@@ -4,6 +4,7 @@
 // Compiled once for each combination of
 //   XA_DTYPE     f16, bf16
 //   XA_HEAD_DIM  the bucket: D and Dv up to it are padded with zeros in shared memory
+//   XA_BIAS      the type of the bias: 16_bits (that of the operands), f32
 // Launch: a CTA of kThreads threads and kSharedBytes of dynamic shared memory per tile, those of a matrix after each
 // other.
 
@@ -13,7 +14,7 @@
 
 namespace {
 using T = xa::XA_PASTE(dtype_, XA_DTYPE);
-using Shape = xa::hopper::DbiasShape<XA_HEAD_DIM>;
+using Shape = xa::hopper::DbiasShape<XA_HEAD_DIM, xa::tiles::XA_PASTE(bias_, XA_BIAS)>;
 }  // namespace
 
 extern "C" __global__ void __launch_bounds__(Shape::kThreads, 1)

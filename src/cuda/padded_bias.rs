@@ -13,21 +13,27 @@ use std::ptr::null;
 
 const COPY_KERNEL: &str = "copy_bias_rows";
 
-/// Keys of a box that TMA copies: a row of a swizzle atom.
-const BOX_KEYS: i64 = 64;
+/// Bytes of a row of a box that TMA copies: those of a swizzle atom.
+const BOX_BYTES: usize = 128;
 
-/// 16-bit elements of 16 bytes.
-const CHUNK: usize = 8;
+/// Bytes of which rows are multiples, and of an element of `copy_bias_rows`.
+const CHUNK_BYTES: usize = 16;
+const COPIED_BYTES: usize = 2;
 
 impl Bias {
+    /// Keys of a box.
+    fn box_keys(&self) -> i64 {
+        (BOX_BYTES / self.dtype.size()) as i64
+    }
+
     /// The axes of the bias or of its gradient as `[1, 1, matrix, row, key]`, the innermost first, in boxes of `rows` rows.
     fn axes(&self, rows: i64) -> [Axis; 5] {
         let matrices = self.seqs.saturating_mul(self.heads) as i64;
         let [all_rows, keys] = [self.rows, self.keys].map(|len| len as i64);
         // The wrappers of TMA have five axes.
-        let unused = Axis { len: 1, stride: BOX_KEYS, box_len: 1 };
+        let unused = Axis { len: 1, stride: self.box_keys(), box_len: 1 };
         [
-            Axis { len: keys, stride: 1, box_len: BOX_KEYS },
+            Axis { len: keys, stride: 1, box_len: self.box_keys() },
             Axis { len: all_rows, stride: keys, box_len: rows },
             Axis { len: matrices, stride: all_rows.saturating_mul(keys), box_len: 1 },
             unused,
@@ -54,11 +60,11 @@ impl Bias {
 
     /// The bias at `data` in rows of whole chunks. The keys that this adds have zeros, as what lies past a bias has.
     fn padded(&self, data: *const u8) -> Self {
-        Self { data, keys: self.keys.next_multiple_of(CHUNK), ..*self }
+        Self { data, keys: self.keys.next_multiple_of(CHUNK_BYTES / self.dtype.size()), ..*self }
     }
 }
 
-/// A bias of 16-bit elements in rows of whole chunks, which TMA loads.
+/// A bias in rows of whole chunks, which TMA loads.
 #[derive(Clone, Copy)]
 pub(super) struct PaddedBias {
     /// The call's, or its padded copy.
@@ -134,14 +140,15 @@ fn is_element(dtype: DType, data: *const u8) -> bool {
 
 /// The launch that copies the rows of `from` to those of `to`, which differ in keys alone: what `from` lacks becomes 0.
 fn copy_rows<P: Parameter>(from: &Bias, to: &Bias, parameter: impl FnOnce(CopyRowsParams) -> P) -> Result<Launch<P>> {
+    let [from_pitch, to_pitch] = [from, to].map(|bias| bias.keys * bias.dtype.size() / COPIED_BYTES);
     let params = CopyRowsParams {
         from: from.data.cast(),
         to: to.data.cast_mut().cast(),
         rows: from.all_rows() as i64,
-        from_pitch: from.keys as i64,
-        to_pitch: to.keys as i64,
-        columns: from.keys.min(to.keys) as i32,
-        width: to.keys as i32,
+        from_pitch: from_pitch as i64,
+        to_pitch: to_pitch as i64,
+        columns: from_pitch.min(to_pitch) as i32,
+        width: to_pitch as i32,
     };
     let ctas = from.all_rows().div_ceil(COPY_ROWS_PER_CTA as usize);
     if ctas > i32::MAX as usize {

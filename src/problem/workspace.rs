@@ -92,10 +92,15 @@ pub(crate) fn forward_copies_bias(columns: i64, is_shared: bool) -> bool {
 /// The columns per head up to which dS of a bias of f32 beside 16-bit operands may be stored as the gradient of each pair's own bias.
 pub(crate) const MAX_OWN_F32_COLUMNS: i64 = 128;
 
-/// Whether Hopper's gradients up to 128 columns copy each pair's own bias of rows that TMA does not load, for a call that has the gradient of
-/// that bias: it is copied back, so that the portable kernels, which store it where it belongs, are faster at D 64, and under a causal mask.
-pub(crate) fn gradients_copy_own_bias(columns: i64, is_masked: bool) -> bool {
-    columns > 64 && !is_masked
+/// Whether Hopper's gradients up to 128 columns copy a bias of rows that TMA does not load. The gradient of each pair's own bias is copied
+/// back, so that the portable kernels, which store it where it belongs, are faster at D 64, and under a causal mask. Of f32 a copy is worth it
+/// if many sequences use it, which the rows tell.
+pub(crate) fn gradients_copy_bias(columns: i64, bias: &BiasSizes) -> bool {
+    if bias.dtype == DType::F32 {
+        let sequences = if bias.has_gradient { 8 } else { 4 };
+        return bias.is_shared && bias.rows >= bias.keys.saturating_mul(sequences);
+    }
+    bias.is_shared || !bias.has_gradient || (columns > 64 && !bias.is_masked)
 }
 
 /// The static values of an attention call on which its workspace size depends.
@@ -139,8 +144,8 @@ impl AttentionSizes {
     }
 
     /// What a bias adds to the size for a call of `op` without a soft cap and `ALiBi`. Kernels on Hopper, and those for
-    /// gradients on every GPU, load one of q's type in rows of a multiple of 16 bytes; a bias of other rows is copied to such rows in the
-    /// workspace, if that is worth it. Where sequences or heads share it, the kernels for its gradient sum dS of all pairs from
+    /// gradients on every GPU, load one of q's type, and Hopper's for gradients also one of f32, in rows of a multiple of 16 bytes; a bias of
+    /// other rows is copied to such rows in the workspace, if that is worth it. Where sequences or heads share it, the kernels for its gradient sum dS of all pairs from
     /// the workspace, up to half a GiB: up to 128 columns on other GPUs than Hopper alone, past 256 on those with 227 KB of shared memory.
     /// Beside a bias of f32 and 16-bit operands all gradients are computed from dS there, except those with the gradient of each pair's own
     /// bias up to 128 columns, which is dS.
@@ -158,23 +163,26 @@ impl AttentionSizes {
     /// ```
     #[must_use]
     pub fn bias_workspace(&self, op: Op, bias: BiasSizes) -> BiasWorkspaceSize {
-        /// Elements of 16 bytes.
-        const CHUNK: i64 = 8;
+        /// Bytes of which copied rows are a multiple.
+        const CHUNK_BYTES: i64 = 16;
         /// What the alignment of the copy, and the tile counter before it, take at most.
         const FIXED: i64 = 256;
-        let BiasSizes { keys, dtype, is_shared, is_masked, has_gradient, rows } = bias;
+        let BiasSizes { keys, dtype, is_shared, has_gradient, rows, .. } = bias;
         let columns = self.head_dim.max(self.value_dim);
-        // Of the kernels that take the copy, and of those that store dS, which take it too.
+        let has_type_of_q = dtype == self.dtype;
+        // Of the kernels that take the copy, and of those that store dS, which take one of q's type too.
         let [max_columns, max_ds_columns] = match op {
-            Op::FlashAttnVarlenBwd if dtype != self.dtype => {
+            Op::FlashAttnVarlenBwd => {
                 let is_gradient = has_gradient && !is_shared && columns <= MAX_OWN_F32_COLUMNS;
-                [0, if is_gradient { 0 } else { MAX_HEAD_DIM }]
+                let sums_ds = if has_type_of_q { has_gradient && is_shared } else { !is_gradient };
+                let copies = gradients_copy_bias(columns, &bias);
+                [if copies { 128 } else { 0 }, if sums_ds { MAX_HEAD_DIM } else { 0 }]
             }
-            _ if dtype != self.dtype => [0, 0],
-            Op::FlashAttnVarlen if !self.batch_invariant && forward_copies_bias(columns, is_shared) => [256, 0],
-            Op::FlashAttnVarlenBwd if !has_gradient => [128, 0],
-            Op::FlashAttnVarlenBwd if is_shared => [128, MAX_HEAD_DIM],
-            Op::FlashAttnVarlenBwd if gradients_copy_own_bias(columns, is_masked) => [128, 0],
+            Op::FlashAttnVarlen
+                if has_type_of_q && !self.batch_invariant && forward_copies_bias(columns, is_shared) =>
+            {
+                [256, 0]
+            }
             _ => [0, 0],
         };
         let is_up_to = |max: i64| self.dtype.size() == 2 && (1..=max).contains(&columns) && keys >= 1;
@@ -184,12 +192,12 @@ impl AttentionSizes {
         } else {
             0
         };
-        let takes_copy = is_up_to(max_columns) || (score_gradients > 0 && dtype == self.dtype);
-        let is_copied = keys % CHUNK != 0 && takes_copy;
-        if !is_copied {
+        let takes_copy = is_up_to(max_columns) || (score_gradients > 0 && has_type_of_q);
+        let row_bytes = keys.saturating_mul(dtype.size() as i64);
+        if !takes_copy || row_bytes % CHUNK_BYTES == 0 {
             return BiasWorkspaceSize { fixed: score_gradients, per_bias_row: 0 };
         }
-        let per_bias_row = (keys / CHUNK + 1).saturating_mul(CHUNK * self.dtype.size() as i64);
+        let per_bias_row = (row_bytes / CHUNK_BYTES + 1).saturating_mul(CHUNK_BYTES);
         BiasWorkspaceSize { fixed: FIXED + score_gradients, per_bias_row }
     }
 

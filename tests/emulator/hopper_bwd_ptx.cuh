@@ -42,6 +42,10 @@ inline float2 load_shared_f32x2(uint32_t address) {
   std::memcpy(&value, ::shared + address, sizeof(value));
   return value;
 }
+inline void store_shared_f32_if(uint32_t address, float value, bool stores) {
+  if (address % 4 != 0) emulator::fail("a misaligned store");
+  if (stores) std::memcpy(::shared + address, &value, sizeof(value));
+}
 inline float2 unpack_f16(uint32_t pair) {
   return {xa::ptx::f16_to_f32(static_cast<uint16_t>(pair)), xa::ptx::f16_to_f32(static_cast<uint16_t>(pair >> 16))};
 }

@@ -141,6 +141,10 @@ inline void tma_load_pair(uint32_t to, const TensorMap& map, uint32_t barrier, i
 inline void tma_store(uint32_t from, const TensorMap& map, int32_t x0, int32_t x1, int32_t x2, int32_t x3, int32_t x4) {
   host::tma_store(from, map, {x0, x1, x2, x3, x4});
 }
+inline void tma_store(uint32_t from, const TensorMap& map, int32_t x0, int32_t x1, int32_t x2, int32_t x3, int32_t x4,
+                      uint64_t) {
+  host::tma_store(from, map, {x0, x1, x2, x3, x4});
+}
 inline void bulk_commit_group() {}
 template <int kPending = 0>
 inline void bulk_wait_group_read() {

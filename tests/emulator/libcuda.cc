@@ -216,13 +216,13 @@ DRIVER_CALL cuFuncSetAttribute(Kernel, int, int) { return kSuccess; }
 DRIVER_CALL cuTensorMapEncodeTiled(void* to, int type, unsigned axes, void* data, const uint64_t* lens,
                                    const uint64_t* strides, const uint32_t* in_box, const uint32_t*, int, int swizzle,
                                    int, int) {
-  constexpr int kU8 = 0, kF16 = 6, kBf16 = 9, kSwizzle64 = 2, kSwizzle128 = 3;
+  constexpr int kU8 = 0, kF16 = 6, kF32 = 7, kBf16 = 9, kSwizzle64 = 2, kSwizzle128 = 3;
   emulator::TensorMap map = {};
-  if (type != kU8 && type != kF16 && type != kBf16) return kInvalidValue;
+  if (type != kU8 && type != kF16 && type != kF32 && type != kBf16) return kInvalidValue;
   if (axes < 1 || axes > emulator::kMaxAxes || reinterpret_cast<uintptr_t>(data) % 16 != 0) return kInvalidValue;
   map.data = static_cast<uint8_t*>(data);
   map.axes = static_cast<uint8_t>(axes);
-  map.element_bytes = type == kU8 ? 1 : 2;
+  map.element_bytes = type == kU8 ? 1 : type == kF32 ? 4 : 2;
   map.row_bytes = swizzle == kSwizzle64 ? 64 : swizzle == kSwizzle128 ? 128 : 0;
   for (unsigned i = 0; i < axes; ++i) {
     if (lens[i] < 1 || lens[i] > 1ull << 32 || in_box[i] < 1 || in_box[i] > 256) return kInvalidValue;

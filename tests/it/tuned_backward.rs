@@ -123,11 +123,11 @@ fn split_query_heads_agree_with_the_reference() {
     }
 }
 
-/// Biases of every form that the fastest kernels take, in rows of a multiple of 16 bytes and in others.
+/// Biases of every form that the fastest kernels take, of q's type and of f32, in rows of a multiple of 16 bytes and in others.
 #[test]
 fn biases_agree_with_the_reference() {
-    for seed in calls_for_tiles(0..20) {
-        assert_biased_matches_reference(&biased(seed), seed, large_workspace().workspace);
+    for (seed, spec) in calls_for_tiles(0..20).flat_map(|seed| of_both_types(biased(seed)).map(|spec| (seed, spec))) {
+        assert_biased_matches_reference(&spec, seed, large_workspace().workspace);
     }
 }
 
@@ -145,14 +145,16 @@ fn biases_of_portable_kernels_agree_with_the_reference() {
 #[test]
 fn biases_with_stored_ds_agree_with_the_reference() {
     for seed in calls_for_tiles(0..15) {
-        let spec = BatchSpec {
+        let any = BatchSpec {
             heads: [(4, 1), (8, 2), (8, 1)][seed % 3],
             lengths: vec![(70, 130), (1, [136, 141][seed % 2]), (33, 65), (40, 3), (0, 9), (2, 131)],
             ..biased(seed)
         };
         let layout = MemoryLayout { rows_around: (3, 5), spare_seqs: 16, seed: seed as u64, ..large_workspace() };
-        let mut case = GradientCase::store(&spec.batch(), &layout, GradientOptions::ALL);
-        assert_named_matches_reference(&format!("{seed}: {spec:?}"), &mut case);
+        for spec in of_both_types(any) {
+            let mut case = GradientCase::store(&spec.batch(), &layout, GradientOptions::ALL);
+            assert_named_matches_reference(&format!("{seed}: {spec:?}"), &mut case);
+        }
     }
 }
 
@@ -411,8 +413,8 @@ fn no_sequence_at_all_gives_zeros() {
 #[cfg(feature = "cuda")]
 mod on_their_own_gpu {
     use super::{
-        Alibi, BF16, BatchSpec, BiasForm, F16, GradientCase, GradientOptions, Mask, MemoryLayout, large_workspace,
-        portable_workspace,
+        Alibi, BF16, BatchSpec, BiasForm, F16, F32, GradientCase, GradientOptions, Mask, MemoryLayout, large_workspace,
+        of_both_types, portable_workspace,
     };
     use crate::support::device::{BufferPadding, Gpu};
     use crate::support::log_capture::{assert_logged, log};
@@ -429,12 +431,13 @@ mod on_their_own_gpu {
     ];
 
     /// The value of the kernels' axis `logits`, and the options that select it.
-    const LOGITS: [(&str, f32, Alibi, KeyBounds, Option<BiasForm>); 5] = [
+    const LOGITS: [(&str, f32, Alibi, KeyBounds, Option<BiasForm>); 6] = [
         ("none", 0.0, Alibi::Off, KeyBounds::None, None),
         ("softcap", 2.0, Alibi::Off, KeyBounds::None, None),
         ("alibi", 0.0, Alibi::PerHead, KeyBounds::None, None),
         ("key_ranges", 0.0, Alibi::Off, KeyBounds::Both, None),
         ("bias", 0.0, Alibi::Off, KeyBounds::None, Some(BiasForm::OWN)),
+        ("bias_f32", 0.0, Alibi::Off, KeyBounds::None, Some(BiasForm { dtype: Some(F32), ..BiasForm::OWN })),
     ];
 
     /// Run under compute-sanitizer's slower tools: short, with a call of every kernel.
@@ -482,7 +485,9 @@ mod on_their_own_gpu {
         for (head_dim, bias) in [(64, BiasForm::SHARED), (128, BiasForm { per_head: true, ..BiasForm::SHARED })] {
             let lengths = vec![(200, 304), (30, 40)];
             let shared = BatchSpec { head_dim, lengths, bias: Some(bias), ..base.clone() };
-            runs_kernel(&shared, &format!("hopper_bwd_dbias_bf16_{head_dim} with"));
+            for (spec, of_type) in of_both_types(shared).into_iter().zip(["16_bits", "f32"]) {
+                runs_kernel(&spec, &format!("hopper_bwd_dbias_bf16_{head_dim}_{of_type} with"));
+            }
         }
         // Rows of 301 keys are copied, each by a warp of eight; the batch has two empty sequences more.
         for (rows, form, head_dim, mask, copied) in

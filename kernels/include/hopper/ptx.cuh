@@ -90,6 +90,15 @@ __device__ __forceinline__ void tma_store(uint32_t from, const TensorMap& map, i
       "l"(&map), "r"(x0), "r"(x1), "r"(x2), "r"(x3), "r"(x4)
       : "memory");
 }
+/// The same with an L2 cache policy.
+__device__ __forceinline__ void tma_store(uint32_t from, const TensorMap& map, int32_t x0, int32_t x1, int32_t x2,
+                                          int32_t x3, int32_t x4, uint64_t policy) {
+  asm volatile(
+      "cp.async.bulk.tensor.5d.global.shared::cta.tile.bulk_group.L2::cache_hint [%1, {%2, %3, %4, %5, %6}], [%0], "
+      "%7;" ::"r"(from),
+      "l"(&map), "r"(x0), "r"(x1), "r"(x2), "r"(x3), "r"(x4), "l"(policy)
+      : "memory");
+}
 /// Makes this thread's bulk copies since the last call a bulk group.
 __device__ __forceinline__ void bulk_commit_group() { asm volatile("cp.async.bulk.commit_group;" ::: "memory"); }
 /// Waits until this thread's bulk groups, except the last kPending, have read their shared memory.

@@ -1,9 +1,10 @@
-// A bias of pairs of rows and keys (../score_bias.cuh), of q's type, in the backward up to 128 columns.
+// A bias of pairs of rows and keys (../score_bias.cuh), of q's type or of f32, in the backward up to 128 columns.
 //
-// Each compute warpgroup has one stage of shared memory for the bias of a step's queries and its own 64 keys, as TMA
-// writes it: a row per query, one swizzle atom wide. Scores are transposed, [key, query], so `ldmatrix` and `stmatrix`
-// transpose. Where each pair has a bias of its own, dS is its gradient: each warp stores it in the place of the bias
-// that it has read, and TMA copies the stage to memory before the bias of the next step replaces it.
+// Each compute warpgroup has stages of shared memory for the bias of a step's queries and its own 64 keys, as TMA
+// writes it: boxes with a row per query, one swizzle atom wide. Scores are transposed, [key, query], so `ldmatrix` and
+// `stmatrix` transpose; of f32, a thread reads single elements. Where each pair has a bias of its own, dS is its
+// gradient: each warp stores it in the place of the bias that it has read, and TMA copies the stage to memory before
+// the bias of a later step replaces it.
 #pragma once
 
 #include <cstdint>
@@ -19,61 +20,103 @@ __device__ __forceinline__ const HopperBiasBackwardParams& with_bias(const Hoppe
   return reinterpret_cast<const HopperBiasBackwardParams&>(params);
 }
 
-/// Copies the bias of each step of a tile to shared memory, and the gradient of the step before from there. Called by
-/// one thread. What it needs from step to step is in shared memory, because that thread has few registers.
+/// Copies the bias of each step to shared memory, and the gradient of a step before from there when the stage is needed
+/// again. L2 may evict both first, because it has the accumulators of dQ too. Called by one thread. What it needs from
+/// step to step is in shared memory, because that thread has few registers.
 template <typename Shape>
 class BiasCopy {
  public:
   __device__ __forceinline__ BiasCopy(const HopperBackwardParams& params, const BackwardPipeline<Shape>& pipeline)
-      : params_(with_bias(params)), pipeline_(pipeline), box_(pipeline.bias_box()) {}
+      : params_(with_bias(params)), pipeline_(pipeline), places_(pipeline.bias_places()) {}
 
+  /// Called once, before the first tile.
+  __device__ __forceinline__ void init() const {
+    for (int stage = 0; stage < Shape::kBiasStages; ++stage) places_.steps[stage].matrix = -1;
+  }
   /// Begins a tile.
   __device__ __forceinline__ void begin(const BackwardTile& tile) const {
     const SequenceStart& start = params_.common.sequence_starts[tile.sequence];
-    box_.first_query = tile.first_query - __ldg(&start.query);
-    box_.key = tile.first_key - __ldg(&start.key) + tile.key_block * Shape::kKeys;
-    box_.first_matrix = tile.sequence * params_.seq_matrices;
-    box_.matrix = -1;
+    places_.first_query = tile.first_query - __ldg(&start.query);
+    places_.first_key = tile.first_key - __ldg(&start.key) + tile.key_block * Shape::kKeys;
+    places_.first_matrix = tile.sequence * params_.seq_matrices;
   }
 
-  /// Copies the bias of step `step` of the CTA, any number of the same parity, which has the tile's queries from `row`
-  /// on and query head `head`.
+  /// Copies the bias of step `step` of the CTA, which has the tile's queries from `row` on and query head `head`.
   __device__ __forceinline__ void copy_step(int32_t step, int32_t row, int32_t head) const {
-    for_stages(step, [&](int32_t warpgroup) {
+    const int32_t matrix = places_.first_matrix + head * params_.head_matrices;
+    replace(step, [&](int32_t warpgroup) {
       const Barrier full = pipeline_.bias_full(step, warpgroup);
       full.arrive_expect_tx(Shape::kBiasBytes);
-      ptx::tma_load(pipeline_.bias(warpgroup), params_.bias, full.address, box_.key + 64 * warpgroup,
-                    box_.first_query + row, box_.first_matrix + head * params_.head_matrices, 0, 0);
+#pragma unroll
+      for (int box = 0; box < Shape::kBiasBoxes; ++box) {
+        const uint32_t to = pipeline_.bias(step, warpgroup) + box * Shape::kBiasBoxBytes;
+        const int32_t key = places_.first_key + 64 * warpgroup + box * Shape::kBiasBoxKeys;
+        const int32_t query = places_.first_query + row;
+        if (params_.evicts_bias_first != 0) {
+          ptx::tma_load(to, params_.bias, full.address, key, query, matrix, 0, 0, xa::ptx::evict_first_policy());
+        } else {
+          ptx::tma_load(to, params_.bias, full.address, key, query, matrix, 0, 0);
+        }
+      }
     });
-    box_.query = box_.first_query + row;
-    box_.matrix = box_.first_matrix + head * params_.head_matrices;
+    volatile auto& place = places_.steps[BiasState(step).stage];
+    place.key = places_.first_key;
+    place.query = places_.first_query + row;
+    place.matrix = matrix;
   }
 
-  /// Copies the gradient of the tile's last step; `step` is the next one.
+  /// Copies the gradients of the last steps; `step` is the number of all steps.
   __device__ __forceinline__ void end(int32_t step) const {
-    for_stages(step, [](int32_t) {});
+#pragma unroll 1
+    for (int stage = 0; stage < Shape::kBiasStages; ++stage) replace(step + stage, [](int32_t) {});
   }
 
  private:
-  /// Calls `use(warpgroup)` for each stage when it is free for a step, after the gradient in it has been copied.
-  template <typename Use>
-  __device__ __forceinline__ void for_stages(int32_t step, const Use& use) const {
+  using BiasState = PipelineState<Shape::kBiasStages>;
+
+  /// Calls `load(warpgroup)` when the warpgroup's stage is free for step `step`, after the gradient in it has been
+  /// copied. With several stages both gradients are under way at a time, with one the first warpgroup needs its stage
+  /// before the second one has stored dS.
+  template <typename Load>
+  __device__ __forceinline__ void replace(int32_t step, const Load& load) const {
+    if constexpr (Shape::kBiasStages == 1) {
 #pragma unroll
-    for (int32_t warpgroup = 0; warpgroup < 2; ++warpgroup) {
-      pipeline_.bias_empty(step, warpgroup).producer_wait();
-      if (params_.stores_dbias != 0 && box_.matrix >= 0) {
-        ptx::tma_store(pipeline_.bias(warpgroup), params_.dbias, box_.key + 64 * warpgroup, box_.query, box_.matrix, 0,
-                       0);
-        ptx::bulk_commit_group();
+      for (int32_t warpgroup = 0; warpgroup < 2; ++warpgroup) {
+        copy_gradient(step, warpgroup);
         ptx::bulk_wait_group_read();
+        load(warpgroup);
       }
-      use(warpgroup);
+    } else {
+      copy_gradient(step, 0);
+      copy_gradient(step, 1);
+      ptx::bulk_wait_group_read<1>();
+      load(0);
+      ptx::bulk_wait_group_read();
+      load(1);
     }
+  }
+  /// Starts to copy the gradient that is where the bias of step `step` will be, when the warpgroup has stored it.
+  __device__ __forceinline__ void copy_gradient(int32_t step, int32_t warpgroup) const {
+    pipeline_.bias_empty(step, warpgroup).producer_wait();
+    const volatile auto& place = places_.steps[BiasState(step).stage];
+    if (params_.stores_dbias != 0 && place.matrix >= 0) {
+#pragma unroll
+      for (int box = 0; box < Shape::kBiasBoxes; ++box) {
+        const uint32_t from = pipeline_.bias(step, warpgroup) + box * Shape::kBiasBoxBytes;
+        const int32_t key = place.key + 64 * warpgroup + box * Shape::kBiasBoxKeys;
+        if (params_.evicts_dbias_first != 0) {
+          ptx::tma_store(from, params_.dbias, key, place.query, place.matrix, 0, 0, xa::ptx::evict_first_policy());
+        } else {
+          ptx::tma_store(from, params_.dbias, key, place.query, place.matrix, 0, 0);
+        }
+      }
+    }
+    ptx::bulk_commit_group();
   }
 
   const HopperBiasBackwardParams& params_;
   const BackwardPipeline<Shape>& pipeline_;
-  volatile BiasBox& box_;
+  volatile BiasPlaces<Shape::kBiasStages>& places_;
 };
 
 /// Clears the first `count` rows of K and V, fewer than 8. No query attends to these keys, so they may hold NaN, whose
@@ -93,16 +136,20 @@ __device__ __forceinline__ void clear_hidden_keys(uint32_t keys, uint32_t values
   }
 }
 
-/// The bytes of eight queries in a stage.
+/// The bytes of eight queries in a box.
 constexpr uint32_t kBiasTileBytes = 8 * 128;
 
-/// The bias of the scores [64 keys, kQueries] of a warpgroup, in its stage at shared address `stage`.
+/// The bias of the scores [64 keys, kQueries] of a warpgroup, of the operands' type, in its stage at shared address
+/// `stage`.
 class StepBias {
  public:
   /// `warp` and `lane` are those of the calling thread in its warpgroup.
   __device__ __forceinline__ StepBias(uint32_t stage, int32_t warp, int32_t lane)
       : matrix_row_(stage + lane / 16 * kBiasTileBytes + lane % 8 * 128 + ((2 * warp + lane / 8 % 2) ^ lane % 8) * 16) {
   }
+  /// In the stage that is `offset` bytes further.
+  __device__ __forceinline__ StepBias(const StepBias& other, uint32_t offset)
+      : matrix_row_(other.matrix_row_ + offset) {}
 
   /// The bias of a column tile, in the layout of its packed scores. Loads of two tiles would take registers that 128
   /// queries per step do not leave.
@@ -118,6 +165,31 @@ class StepBias {
   uint32_t matrix_row_;  // of which this lane passes the address to ldmatrix and stmatrix
 };
 
+/// The same of f32. A thread accesses the elements of its own scores alone, so lanes need not converge before, and an
+/// instruction of a warp those of 8 keys and 4 queries, which are in different banks.
+template <typename Shape>
+class F32StepBias {
+ public:
+  __device__ __forceinline__ F32StepBias(uint32_t stage, int32_t warp, int32_t lane)
+      : own_(stage + warp / 2 * Shape::kBiasBoxBytes + lane % 4 * 256 +
+             ((warp % 2 * 4 + lane / 16) ^ lane % 4 * 2) * 16 + lane / 4 % 4 * 4) {}
+  __device__ __forceinline__ F32StepBias(const F32StepBias& other, uint32_t offset) : own_(other.own_ + offset) {}
+
+  /// The bias of element `i` of this thread's scores in column tile `column`.
+  __device__ __forceinline__ float load(int column, int i) const { return ptx::load_shared_f32(address(column, i)); }
+  /// Stores dS of such an element in the place of its bias, if `stores`.
+  __device__ __forceinline__ void store(int column, int i, float ds, bool stores = true) const {
+    ptx::store_shared_f32_if(address(column, i), ds, stores);
+  }
+
+ private:
+  __device__ __forceinline__ uint32_t address(int column, int i) const {
+    // The next query is in the next row, whose chunks are swapped in pairs. The keys of i >= 2 are two chunks further.
+    return (own_ ^ (i % 2 * 16 + i / 2 * 32)) + i % 2 * 128 + kBiasTileBytes * column;
+  }
+  uint32_t own_;
+};
+
 /// Clears the bias of element `i` of this thread's scores in column tile `column`: that of a masked score may be
 /// anything. The warp must converge before it loads the bias.
 __device__ __forceinline__ void clear_bias(uint32_t stage, int column, int i) {
@@ -126,11 +198,12 @@ __device__ __forceinline__ void clear_bias(uint32_t stage, int column, int i) {
   xa::ptx::store_shared_2(stage + kBiasTileBytes * column + query * 128 + (chunk ^ query) * 16 + lane / 4 * 2, 0);
 }
 
-/// Clears P and dS of keys past the tile's last one and of hidden keys, whatever they are. A mask of their scores takes
-/// a select and a store for each pair, in all steps of a tile.
-template <typename Shape, int kSteps>
+/// Clears P and dS of keys past the tile's last one and of hidden keys, whatever they are, and calls `clear(half)` if
+/// the thread's first or second key (`half` 1) is one. A mask of their scores takes a select and a store for each pair,
+/// in all steps of a tile.
+template <typename Shape, int kSteps, typename Clear>
 __device__ __forceinline__ void clear_absent_keys(const BackwardTile& tile, uint32_t (&p)[kSteps][4],
-                                                  uint32_t (&ds)[kSteps][4]) {
+                                                  uint32_t (&ds)[kSteps][4], const Clear& clear) {
   const int32_t thread = xa::ptx::opaque(threadIdx.x) - 128, num_keys = tile.num_keys, hidden_keys = tile.hidden_keys;
   const int32_t first_key = tile.key_block * Shape::kKeys, own_key = first_key + thread / 32 * 16 + thread % 32 / 4;
   if (first_key + Shape::kKeys <= num_keys && first_key >= hidden_keys) return;
@@ -138,6 +211,7 @@ __device__ __forceinline__ void clear_absent_keys(const BackwardTile& tile, uint
   for (int half = 0; half < 2; ++half) {
     const int32_t key = own_key + 8 * half;
     const uint32_t kept = key >= hidden_keys && key < num_keys ? ~0u : 0;
+    if (kept == 0) clear(half);
 #pragma unroll
     for (int step = 0; step < kSteps; ++step) {
 #pragma unroll

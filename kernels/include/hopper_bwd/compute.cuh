@@ -76,9 +76,10 @@ __device__ __forceinline__ void compute_tiles(const HopperBackwardParams& params
   const uint64_t own_values = descriptor(pipeline.values() + own_rows, 0);
   const uint64_t queries = descriptor(pipeline.queries(0), Shape::kQueryAtomColumnBytes);
   const uint64_t douts = descriptor(pipeline.douts(0), Shape::kQueryAtomColumnBytes);
-  // The operands of this warpgroup's half of dQ: all 64 queries and the first or the last 64 columns of K; at D 64, the
-  // warpgroup's 64 of 128 queries and all of K.
-  constexpr int kSecondAtomColumn = Shape::kAtomColumns - 64 / Atom::kColumns;
+  // The operands of this warpgroup's half of dQ: all 64 queries and the first or the last kDqColumns columns of K; with
+  // 128 queries, the warpgroup's 64 of them and all of K.
+  constexpr int kDqTiles = Shape::kDqColumns / 8;
+  constexpr int kSecondAtomColumn = Shape::kAtomColumns - Shape::kDqColumns / Atom::kColumns;
   const uint64_t all_keys = descriptor(pipeline.keys() + warpgroup * (kSecondAtomColumn * Shape::kKeyAtomColumnBytes),
                                        Shape::kKeyAtomColumnBytes);
   const uint64_t all_ds = matrix_descriptor<DsAtom>(
@@ -88,9 +89,10 @@ __device__ __forceinline__ void compute_tiles(const HopperBackwardParams& params
   const uint32_t own_ds = pipeline.ds(0) + warpgroup * 8 * DsAtom::kBytes + DsAtom::offset(matrix_row, lane / 16);
   // Skips the columns of dQ that the second warpgroup repeats.
   const int32_t first_column = warpgroup * (Shape::kRepeatedDqColumns / 8);
-  const uint32_t own_dq = pipeline.dq(warpgroup) + warp * (8 - first_column) * 512 - first_column * 512 + lane * 16;
-
-  const StepBias step_bias(pipeline.bias(warpgroup), warp, lane);
+  const uint32_t own_dq =
+      pipeline.dq(warpgroup) + warp * (kDqTiles - first_column) * 512 - first_column * 512 + lane * 16;
+  using Bias = std::conditional_t<Shape::kHasF32Bias, F32StepBias<Shape>, StepBias>;
+  const Bias first_bias(pipeline.bias(0, warpgroup), warp, lane);
 
   float dk[kColumnTiles][4], dv[kColumnTiles][4], scores[kQueryTiles][4];
   RingPipelineState<Shape::kQueryStages> query_state;
@@ -184,7 +186,7 @@ __device__ __forceinline__ void compute_tiles(const HopperBackwardParams& params
     pipeline.values_full(tile_count).wait();
     int32_t dk_query_stage = -1;  // stage of Q that a pending dK reads, or -1
     int32_t steps_done = 0;       // steps of this tile
-    float dq[8][4];
+    float dq[kDqTiles][4];
     // Starts dQ of the previous step. The first step of a tile has none, but computes a dQ that is not used: a branch
     // around wgmma makes ptxas serialise all products.
     const auto start_dq = [&] {
@@ -193,9 +195,10 @@ __device__ __forceinline__ void compute_tiles(const HopperBackwardParams& params
 #pragma unroll
       for (int k = 0; k < Shape::kKeys / 16; ++k) {
         if (k == 0) {
-          BackwardWgmma<T, 64>::template ss_mn_major<false>(dq, from, all_keys);
+          BackwardWgmma<T, Shape::kDqColumns>::template ss_mn_major<false>(dq, from, all_keys);
         } else {
-          BackwardWgmma<T, 64>::template ss_mn_major<true>(dq, from + k * kDsRowStep, all_keys + k * kRowStep);
+          BackwardWgmma<T, Shape::kDqColumns>::template ss_mn_major<true>(dq, from + k * kDsRowStep,
+                                                                          all_keys + k * kRowStep);
         }
       }
       ptx::wgmma_commit_group();
@@ -207,7 +210,7 @@ __device__ __forceinline__ void compute_tiles(const HopperBackwardParams& params
     const auto store_dq = [&](int32_t dq_step) {
       pipeline.dq_empty(dq_step, warpgroup).producer_wait();
 #pragma unroll
-      for (int column = 0; column < 8; ++column) {
+      for (int column = 0; column < kDqTiles; ++column) {
         if (column < Shape::kRepeatedDqColumns / 8 && warpgroup == 1) continue;
         xa::ptx::store_shared_16(own_dq + column * 512,
                                  make_uint4(__float_as_uint(dq[column][0]), __float_as_uint(dq[column][1]),
@@ -228,6 +231,8 @@ __device__ __forceinline__ void compute_tiles(const HopperBackwardParams& params
       const PipelineState<2> step_state(step);
       float dp[kPartTiles][4];
       uint32_t p[kQueries / 16][4], ds[kQueries / 16][4];
+      const Bias step_bias(first_bias, Shape::kBiasStages > 1 ? pipeline.bias(step, 0) - pipeline.bias(0, 0) : 0);
+      [[maybe_unused]] const bool stores_dbias = Shape::kHasBias && with_bias(params).stores_dbias != 0;
       const uint64_t dout = douts + step_state.stage * (Shape::kQueryBytes >> 4);
       pipeline.dout_full(step_state).wait();
       if constexpr (!kFullyMasked) {
@@ -267,7 +272,11 @@ __device__ __forceinline__ void compute_tiles(const HopperBackwardParams& params
         if constexpr (Shape::kHasBias) pipeline.bias_full(step, warpgroup).wait();
         const auto mask = [&](int column, int i) {
           scores[column][i] = -INFINITY;
-          if constexpr (Shape::kHasBias) clear_bias(pipeline.bias(warpgroup), column, i);
+          if constexpr (Shape::kHasF32Bias) {
+            step_bias.store(column, i, 0.0f);
+          } else if constexpr (Shape::kHasBias) {
+            clear_bias(pipeline.bias(step, warpgroup), column, i);
+          }
         };
         if constexpr (Shape::kHasKeyRanges) {
           const uint32_t stats = pipeline.lses(query_state.stage);
@@ -276,7 +285,7 @@ __device__ __forceinline__ void compute_tiles(const HopperBackwardParams& params
           }
         } else if (!unmasked.contains(block)) {
           for_masked<Shape>(forward, tile, block, mask);
-          if constexpr (Shape::kHasBias) __syncwarp();
+          if constexpr (Shape::kHasBias && !Shape::kHasF32Bias) __syncwarp();
         }
         const auto transform =
             logits_transform<Shape>(forward, tile, block, pipeline.lses(query_state.stage) + Shape::kSlopeOffset);
@@ -295,6 +304,11 @@ __device__ __forceinline__ void compute_tiles(const HopperBackwardParams& params
 #pragma unroll
             for (int i = 0; i < 4; ++i) {
               s[i] = transform.alibi(s[i], i % 2 == 0 ? lse.x : lse.y, 8 * column + i % 2 - i / 2 * 8);
+            }
+          } else if constexpr (Shape::kHasF32Bias) {
+#pragma unroll
+            for (int i = 0; i < 4; ++i) {
+              s[i] = transform.biased(s[i], step_bias.load(column, i), i % 2 == 0 ? lse.x : lse.y);
             }
           } else if constexpr (Shape::kHasBias) {
             uint32_t bias[2];
@@ -343,6 +357,10 @@ __device__ __forceinline__ void compute_tiles(const HopperBackwardParams& params
           }
           ds[column / 2][column % 2 * 2] = Element<T>::pack(d[0], d[1]);
           ds[column / 2][column % 2 * 2 + 1] = Element<T>::pack(d[2], d[3]);
+          if constexpr (Shape::kHasF32Bias) {
+#pragma unroll
+            for (int i = 0; i < 4; ++i) step_bias.store(column, i, d[i], stores_dbias);
+          }
         }
         if constexpr (Shape::kHasSoftcap) {
           // Under a soft cap a score of -inf gives a finite logit: its P is cleared here. Its derivative is 0, so dS
@@ -365,14 +383,20 @@ __device__ __forceinline__ void compute_tiles(const HopperBackwardParams& params
       if (is_last_step()) release(pipeline.values_empty(tile_count));
       // Both warpgroups have finished dQ of the step before, so the stage that this step's dS will occupy is free.
       if (steps_done > 0) pipeline.ds_full(PipelineState<2>(step - 1)).wait();
-      if constexpr (Shape::kHasBias && !kFullyMasked) clear_absent_keys<Shape>(tile, p, ds);
-      [[maybe_unused]] const bool stores_dbias = Shape::kHasBias && with_bias(params).stores_dbias != 0;
+      if constexpr (Shape::kHasBias && !kFullyMasked) {
+        clear_absent_keys<Shape>(tile, p, ds, [&](int half) {
+          if constexpr (Shape::kHasF32Bias) {
+#pragma unroll
+            for (int i = 0; i < kQueryTiles * 2; ++i) step_bias.store(i / 2, half * 2 + i % 2, 0.0f);
+          }
+        });
+      }
 #pragma unroll
       for (int k = 0; k < kQueries / 16; ++k) {
         const uint32_t atom_column = step_state.stage * Shape::kDsBytes + k / 4 * Shape::kDsAtomColumnBytes;
         // The swizzle XORs the index of a 16-byte chunk with the row.
         ptx::stmatrix_x4((own_ds + atom_column) ^ (k % 4 * 2 << 4), ds[k]);
-        if constexpr (Shape::kHasBias) {
+        if constexpr (Shape::kHasBias && !Shape::kHasF32Bias) {
           if (stores_dbias) step_bias.store(k, ds[k]);
         }
       }

@@ -10,6 +10,7 @@
 
 #include <cmath>
 #include <cstdint>
+#include <type_traits>
 
 #include "bwd/dbias_rows.cuh"
 #include "bwd/sequence_at.cuh"
@@ -18,6 +19,7 @@
 #include "hopper/ptx.cuh"
 #include "hopper/swizzle_atom.cuh"
 #include "hopper/wgmma.cuh"
+#include "hopper_bwd/ptx.cuh"
 #include "hopper_bwd/ragged_rows.cuh"
 #include "log2_units.cuh"
 #include "params/hopper_bwd.cuh"
@@ -33,10 +35,12 @@ struct DbiasItem {
   int32_t is_whole;  // whether all rows of the tile attend to all of its keys
 };
 
-/// `kHeadDim_` is the bucket of D and Dv; tiles::HopperBwdDbias is a table of kernels/variants.toml.
-template <int kHeadDim_>
-struct DbiasShape : tiles::HopperBwdDbias<kHeadDim_> {
-  using Config = tiles::HopperBwdDbias<kHeadDim_>;
+/// `kHeadDim_` is the bucket of D and Dv, `Bias` the type of the bias; tiles::HopperBwdDbias is a table of
+/// kernels/variants.toml.
+template <int kHeadDim_, typename Bias>
+struct DbiasShape : tiles::HopperBwdDbias<kHeadDim_, Bias> {
+  using Config = tiles::HopperBwdDbias<kHeadDim_, Bias>;
+  static constexpr bool kHasF32Bias = std::is_same_v<Bias, tiles::bias_f32>;
   static constexpr int kHeadDim = kHeadDim_, kRows = 128, kKeys = 128;
   /// Of the ring, each with rows and keys: Q and K, or dO and V.
   static constexpr int kStages = Config::kStages;
@@ -51,8 +55,10 @@ struct DbiasShape : tiles::HopperBwdDbias<kHeadDim_> {
   static constexpr int kAtomColumnBytes = kRows * Atom::kRowBytes, kOperandBytes = kAtomColumns * kAtomColumnBytes;
   static_assert(kRows == kKeys);
   static constexpr int kStageBytes = 2 * kOperandBytes;
-  static constexpr int kBiasOffset = kStages * kStageBytes, kBiasColumnBytes = kRows * Atom::kRowBytes;
-  static constexpr int kBiasBytes = kKeys / 64 * kBiasColumnBytes;
+  /// The bias of the tile: boxes of 128 bytes of each row's keys, one after the other.
+  static constexpr int kBiasOffset = kStages * kStageBytes, kBiasBoxBytes = kRows * 128;
+  static constexpr int kBiasBoxKeys = kHasF32Bias ? 32 : 64, kBiasBoxes = kKeys / kBiasBoxKeys;
+  static constexpr int kBiasBytes = kBiasBoxes * kBiasBoxBytes;
   static constexpr int kItemsOffset = kBiasOffset + kBiasBytes, kItemBytes = 64;
   static_assert(sizeof(DbiasItem) <= kItemBytes);
   static constexpr int kBarriersOffset = kItemsOffset + kItems * kItemBytes;
@@ -116,9 +122,9 @@ __device__ __forceinline__ void load_dbias_items(const HopperDbiasParams& params
   if (is_leader) {
     pipeline.bias_full().arrive_expect_tx(Shape::kBiasBytes);
 #pragma unroll
-    for (int column = 0; column < Shape::kKeys / 64; ++column) {
-      ptx::tma_load(pipeline.bias() + column * Shape::kBiasColumnBytes, params.bias, pipeline.bias_full().address,
-                    tile.first_key + 64 * column, tile.first_row, tile.matrix, 0, 0);
+    for (int box = 0; box < Shape::kBiasBoxes; ++box) {
+      ptx::tma_load(pipeline.bias() + box * Shape::kBiasBoxBytes, params.bias, pipeline.bias_full().address,
+                    tile.first_key + box * Shape::kBiasBoxKeys, tile.first_row, tile.matrix, 0, 0);
     }
   }
   int32_t count = 0;  // of loads: two per item
@@ -255,6 +261,34 @@ class DbiasSum {
     ptx::wgmma_commit_group();
   }
 
+  /// Calls `use(column, half, bias)` for the bias of each pair of this lane's scores: those of column tile `column` and
+  /// of its first or second row.
+  template <typename Use>
+  __device__ __forceinline__ void for_bias_pairs(const Use& use) const {
+    const int32_t lane = threadIdx.x % 32, first_row = (threadIdx.x / 32 - 4) * 16;
+    if constexpr (Shape::kHasF32Bias) {
+      const int32_t row = first_row + lane / 4;
+      const uint32_t from = pipeline_.bias() + row * 128 + (lane % 4 / 2 ^ row % 8) * 16 + lane % 2 * 8;
+#pragma unroll
+      for (int i = 0; i < 2 * kTiles; ++i) {
+        const int column = i / 2, half = i % 2;
+        const uint32_t box = from + column / 4 * Shape::kBiasBoxBytes + half * 8 * 128;
+        use(column, half, ptx::load_shared_f32x2(box ^ (column % 4 * 2 << 4)));
+      }
+    } else {
+      // The row of which this lane passes the address to ldmatrix.
+      const int32_t row = first_row + lane % 16;
+      const uint32_t from = pipeline_.bias() + row * 128 + (lane / 16 ^ row % 8) * 16;
+#pragma unroll
+      for (int pair = 0; pair < kTiles / 2; ++pair) {
+        uint32_t x[4];
+        xa::ptx::ldmatrix_x4(x, (from + pair / 4 * Shape::kBiasBoxBytes) ^ (pair % 4 * 2 << 4));
+#pragma unroll
+        for (int i = 0; i < 4; ++i) use(2 * pair + i / 2, i % 2, unpack<T>(x[i]));
+      }
+    }
+  }
+
   __device__ __forceinline__ void release(int32_t count) const {
     __syncwarp();
     if (threadIdx.x % 32 == 0) pipeline_.empty(count).arrive();
@@ -279,29 +313,19 @@ class DbiasSum {
     start_product(dp, count + 1);
     ptx::wgmma_wait_group<1>();
     release(count);
-    // The row of which this lane passes the address to ldmatrix.
-    const int32_t lane = threadIdx.x % 32, own_row = (threadIdx.x / 32 - 4) * 16 + lane % 16;
-    const uint32_t bias = pipeline_.bias() + own_row * Atom::kRowBytes + (lane / 16 ^ own_row % 8) * 16;
-    const float scale = forward.score_factor;
-#pragma unroll
-    for (int pair = 0; pair < kTiles / 2; ++pair) {
-      uint32_t x[4];
-      xa::ptx::ldmatrix_x4(x, (bias + pair / 4 * Shape::kBiasColumnBytes) ^ (pair % 4 * 2 << 4));
-#pragma unroll
-      for (int i = 0; i < 4; ++i) {
-        const float2 b = unpack<T>(x[i]);
-        float (&s)[4] = p[2 * pair + i / 2];
-        const int half = i % 2;
-        s[2 * half] = xa::ptx::exp2_approx(__fmaf_rn(s[2 * half], scale, __fmaf_rn(b.x, kLog2E, -lse[half])));
-        s[2 * half + 1] = xa::ptx::exp2_approx(__fmaf_rn(s[2 * half + 1], scale, __fmaf_rn(b.y, kLog2E, -lse[half])));
-      }
-    }
+    for_bias_pairs([&](int column, int half, const float2& b) {
+      const float scale = forward.score_factor;
+      float (&s)[4] = p[column];
+      s[2 * half] = xa::ptx::exp2_approx(__fmaf_rn(s[2 * half], scale, __fmaf_rn(b.x, kLog2E, -lse[half])));
+      s[2 * half + 1] = xa::ptx::exp2_approx(__fmaf_rn(s[2 * half + 1], scale, __fmaf_rn(b.y, kLog2E, -lse[half])));
+    });
     ptx::wgmma_wait_group<0>();
     release(count + 1);
     if (uniform(item.is_whole) != 0) {
       add(p, dp, delta);
     } else {
       // Masked elements may be anything before, so the mask is last.
+      const int32_t lane = threadIdx.x % 32;
       const Visibility visibility(forward, item.sequence);
 #pragma unroll
       for (int half = 0; half < 2; ++half) {

@@ -11,10 +11,11 @@
 
 namespace xa::hopper {
 
-/// Elements of a row tile in each of the two column parts of a head's dq_accum: 64 columns, and the remaining ones.
+/// Elements of a row tile in each of the two column parts of a head's dq_accum: kDqColumns columns, and the remaining
+/// ones.
 template <typename Shape>
 __device__ __forceinline__ constexpr int32_t row_tile_elements(int32_t part) {
-  return kRowTileRows * (part == 0 ? 64 : Shape::kHeadDim - 64);
+  return kRowTileRows * (part == 0 ? Shape::kDqColumns : Shape::kHeadDim - Shape::kDqColumns);
 }
 
 /// Address of a row tile in column part `part` of dq_accum, which is [head][part][row tile][columns / 8][lane][4].

@@ -116,13 +116,14 @@ __device__ __forceinline__ void store_dq_row_tile(const HopperBackwardParams& pa
   const float scale = params.base.softmax_scale;
   float4 accum[2][Shape::kHeadDim / 8];
   const auto load = [&](int32_t head, float4(&to)[Shape::kHeadDim / 8]) {
+    constexpr int kPart = Shape::kDqColumns;
 #pragma unroll
-    for (int part = 0; part < Shape::kHeadDim; part += 64) {
+    for (int part = 0; part < Shape::kHeadDim; part += kPart) {
       const auto* const from = reinterpret_cast<const float4*>(dq_accum_row_tile<Shape>(
-                                   params, head, part / 64, sequence.first_row_tile + row_tile)) +
+                                   params, head, part / kPart, sequence.first_row_tile + row_tile)) +
                                lane;
 #pragma unroll
-      for (int column = part; column < min(part + 64, Shape::kHeadDim); column += 8) {
+      for (int column = part; column < min(part + kPart, Shape::kHeadDim); column += 8) {
         to[column / 8] = is_accumulated ? from[4 * (column - part)] : float4{0.0f, 0.0f, 0.0f, 0.0f};
       }
     }

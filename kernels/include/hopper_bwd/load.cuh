@@ -160,6 +160,8 @@ __device__ __forceinline__ void load_values_and_bias(const HopperBackwardParams&
                                                      const BackwardPipeline<Shape>& pipeline) {
   const AttentionParams& forward = params.base.forward;
   const bool is_leader = threadIdx.x % 32 == 0;
+  const BiasCopy<Shape> bias_copy(params, pipeline);
+  if (is_leader) bias_copy.init();
   int32_t step = 0;
 #pragma unroll 1
   for (int32_t tile_count = 0;; ++tile_count) {
@@ -168,7 +170,6 @@ __device__ __forceinline__ void load_values_and_bias(const HopperBackwardParams&
     const BackwardTile& tile = pipeline.tile(tile_state);
     if (uniform(tile.key_block) < 0) break;
     load_key_block<Shape, BackwardLoad::values>(params, pipeline, tile, tile_count);
-    const BiasCopy<Shape> bias_copy(params, pipeline);
     if (is_leader) bias_copy.begin(tile);
 #pragma unroll 1
     for (int32_t blocks_left = tile.num_blocks; blocks_left > 0; --blocks_left) {
@@ -192,12 +193,10 @@ __device__ __forceinline__ void load_values_and_bias(const HopperBackwardParams&
         if (is_leader) bias_copy.copy_step(step, row, head);
       }
     }
-    if (is_leader) {
-      bias_copy.end(step);
-      pipeline.tile_empty(PipelineState<2>(xa::ptx::opaque(tile_count))).arrive();
-    }
+    if (is_leader) pipeline.tile_empty(PipelineState<2>(xa::ptx::opaque(tile_count))).arrive();
     __syncwarp();
   }
+  if (is_leader) bias_copy.end(step);
   ptx::bulk_wait_group();
   __syncwarp();
 }

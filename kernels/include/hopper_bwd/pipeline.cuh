@@ -8,7 +8,7 @@
 //   dO, delta [2]      TMA, cp.async               compute warps
 //   dS [2]             compute warps               compute warps of both warpgroups
 //   dQ, two halves     one warpgroup per half      dQ warps
-//   bias [warpgroup]   TMA                         compute warps, which may leave its gradient there
+//   bias [warpgroup]   TMA, kBiasStages each       compute warps, which may leave its gradient there
 #pragma once
 
 #include <cstdint>
@@ -40,10 +40,16 @@ struct BackwardTile {
 };
 static_assert(sizeof(BackwardTile) <= 64);
 
-/// Where the last step of a tile is in the bias `[matrix, row, key]`: `matrix` is -1 before the first step. Also the
-/// places of the tile's first query and of its sequence.
-struct BiasBox {
-  int32_t key, query, matrix, first_query, first_matrix;
+/// What the thread that copies the bias `[matrix, row, key]` keeps in shared memory: the places of the tile's first
+/// query, of its first key and of its sequence, and of each stage the step whose bias it has. `matrix` is -1 before the
+/// first one.
+template <int kStages>
+struct BiasPlaces {
+  struct Step {
+    int32_t key, query, matrix, unused;
+  };
+  int32_t first_query, first_key, first_matrix, unused;
+  Step steps[kStages];
 };
 
 /// The stage of a ring buffer and the phase parity of its mbarriers, advanced as CUTLASS's PipelineState. Unlike
@@ -75,13 +81,15 @@ class BackwardPipeline {
     kDoutFull = kQueryEmpty + Shape::kQueryStages,
     kDoutEmpty = kDoutFull + Shape::kDoutStages,
     kDsFull = kDoutEmpty + Shape::kDoutStages,
-    kDqFull = kDsFull + 2,       // [step & 1][warpgroup]
-    kDqEmpty = kDqFull + 4,      // [warpgroup]
-    kBiasFull = kDqEmpty + 2,    // [warpgroup]
-    kBiasEmpty = kBiasFull + 2,  // [warpgroup]
-    kBarriers = kBiasEmpty + 2,
+    kDqFull = kDsFull + 2,                            // [step & 1][warpgroup]
+    kDqEmpty = kDqFull + 4,                           // [warpgroup]
+    kBiasFull = kDqEmpty + 2,                         // [stage][warpgroup]
+    kBiasEmpty = kBiasFull + 2 * Shape::kBiasStages,  // [stage][warpgroup]
+    kBarriers = kBiasEmpty + 2 * Shape::kBiasStages,
   };
-  static_assert(Shape::kBarriersOffset + 8 * kBarriers <= Shape::kBiasBoxOffset);
+  static_assert(Shape::kBarriersOffset + 8 * kBarriers <= Shape::kBiasPlacesOffset);
+  /// Of a step's bias.
+  using BiasState = PipelineState<Shape::kHasBias ? Shape::kBiasStages : 1>;
   /// TMA, and the lanes that copy the row statistics with cp.async.
   static constexpr int kLoadArrivals = 1 + 32;
 
@@ -109,8 +117,8 @@ class BackwardPipeline {
     init(kDqFull, 4, kWarps / 2);
     init(kDqEmpty, 2, 1);
     if constexpr (Shape::kHasBias) {
-      init(kBiasFull, 2, 1);
-      init(kBiasEmpty, 2, kWarps / 2);
+      init(kBiasFull, 2 * Shape::kBiasStages, 1);
+      init(kBiasEmpty, 2 * Shape::kBiasStages, kWarps / 2);
     }
     ptx::fence_mbarrier_init();
     ptx::fence_proxy_async_shared();
@@ -157,10 +165,12 @@ class BackwardPipeline {
     return barrier(kDqEmpty + warpgroup, step & 1);
   }
   __device__ __forceinline__ Barrier bias_full(int32_t step, int32_t warpgroup) const {
-    return barrier(kBiasFull + warpgroup, step & 1);
+    const BiasState state(step);
+    return barrier(kBiasFull + 2 * state.stage + warpgroup, state.phase);
   }
   __device__ __forceinline__ Barrier bias_empty(int32_t step, int32_t warpgroup) const {
-    return barrier(kBiasEmpty + warpgroup, step & 1);
+    const BiasState state(step);
+    return barrier(kBiasEmpty + 2 * state.stage + warpgroup, state.phase);
   }
 
   __device__ __forceinline__ uint32_t keys() const { return address_ + Shape::kKeysOffset; }
@@ -183,11 +193,11 @@ class BackwardPipeline {
   __device__ __forceinline__ uint32_t dq(int32_t warpgroup) const {
     return address_ + Shape::kDqOffset + warpgroup * Shape::kFirstDqHalfBytes;
   }
-  __device__ __forceinline__ uint32_t bias(int32_t warpgroup) const {
-    return address_ + Shape::kBiasOffset + warpgroup * Shape::kBiasBytes;
+  __device__ __forceinline__ uint32_t bias(int32_t step, int32_t warpgroup) const {
+    return address_ + Shape::kBiasOffset + (2 * BiasState(step).stage + warpgroup) * Shape::kBiasBytes;
   }
-  __device__ __forceinline__ BiasBox& bias_box() const {
-    return *reinterpret_cast<BiasBox*>(shared_ + Shape::kBiasBoxOffset);
+  __device__ __forceinline__ auto& bias_places() const {
+    return *reinterpret_cast<BiasPlaces<Shape::kBiasStages>*>(shared_ + Shape::kBiasPlacesOffset);
   }
   __device__ __forceinline__ BackwardTile& tile(PipelineState<2> state) const {
     return *reinterpret_cast<BackwardTile*>(shared_ + Shape::kTilesOffset + 64 * state.stage);

@@ -22,6 +22,7 @@ struct BackwardWgmma;
 #define XA_OUT_8(c, d, j)                                                                                      \
   XA_OUT(c, d, j), XA_OUT(c, d, (j) + 1), XA_OUT(c, d, (j) + 2), XA_OUT(c, d, (j) + 3), XA_OUT(c, d, (j) + 4), \
       XA_OUT(c, d, (j) + 5), XA_OUT(c, d, (j) + 6), XA_OUT(c, d, (j) + 7)
+#define XA_OUT_32(c, d) XA_OUT(c, d, 0), XA_OUT(c, d, 1), XA_OUT(c, d, 2), XA_OUT(c, d, 3)
 #define XA_OUT_48(c, d) \
   XA_OUT(c, d, 0), XA_OUT(c, d, 1), XA_OUT(c, d, 2), XA_OUT(c, d, 3), XA_OUT(c, d, 4), XA_OUT(c, d, 5)
 #define XA_OUT_64(c, d) XA_OUT_8(c, d, 0)
@@ -30,6 +31,7 @@ struct BackwardWgmma;
 #define XA_OUT_128(c, d) XA_OUT_8(c, d, 0), XA_OUT_8(c, d, 8)
 #define XA_OUT_192(c, d) XA_OUT_128(c, d), XA_OUT_8(c, d, 16)
 #define XA_OUT_256(c, d) XA_OUT_128(c, d), XA_OUT_8(c, d, 16), XA_OUT_8(c, d, 24)
+#define XA_NUMBERS_32 "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15"
 #define XA_NUMBERS_48 \
   "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, %16, %17, %18, %19, %20, %21, %22, %23"
 #define XA_NUMBERS_64 XA_NUMBERS_48 ", %24, %25, %26, %27, %28, %29, %30, %31"
@@ -95,6 +97,7 @@ struct BackwardWgmma;
 #define XA_BACKWARD_PRODUCTS(columns, ...)              \
   XA_BACKWARD_PRODUCT(F16, "f16", columns, __VA_ARGS__) \
   XA_BACKWARD_PRODUCT(Bf16, "bf16", columns, __VA_ARGS__)
+XA_BACKWARD_PRODUCTS(32, 16, 17, 18, 19, 20)
 XA_BACKWARD_PRODUCTS(48, 24, 25, 26, 27, 28)
 XA_BACKWARD_PRODUCTS(64, 32, 33, 34, 35, 36)
 XA_BACKWARD_PRODUCTS(80, 40, 41, 42, 43, 44)
@@ -113,6 +116,7 @@ XA_BACKWARD_PRODUCTS(256, 128, 129, 130, 131, 132)
 #undef XA_NUMBERS_80
 #undef XA_NUMBERS_64
 #undef XA_NUMBERS_48
+#undef XA_NUMBERS_32
 #undef XA_OUT_256
 #undef XA_OUT_192
 #undef XA_OUT_128
@@ -120,6 +124,7 @@ XA_BACKWARD_PRODUCTS(256, 128, 129, 130, 131, 132)
 #undef XA_OUT_80
 #undef XA_OUT_64
 #undef XA_OUT_48
+#undef XA_OUT_32
 #undef XA_OUT_8
 #undef XA_OUT
 

@@ -61,6 +61,12 @@ __device__ __forceinline__ float2 load_shared_f32x2(uint32_t address) {
   asm volatile("ld.shared.v2.f32 {%0, %1}, [%2];" : "=f"(value.x), "=f"(value.y) : "r"(address) : "memory");
   return value;
 }
+/// A store under a predicate, across which the compiler moves other instructions.
+__device__ __forceinline__ void store_shared_f32_if(uint32_t address, float value, bool stores) {
+  asm volatile("{\n.reg .pred stores;\nsetp.ne.b32 stores, %2, 0;\n@stores st.shared.f32 [%0], %1;\n}" ::"r"(address),
+               "f"(value), "r"(static_cast<int32_t>(stores))
+               : "memory");
+}
 
 /// The two f16 values packed in a register.
 __device__ __forceinline__ float2 unpack_f16(uint32_t pair) {

@@ -22,9 +22,9 @@ struct SequencePlanScratch {
   int32_t num_wave_tiles;  // first tile of the first sequence that does not fill whole waves
 };
 
-/// The plan of `tile.sequence`, except `first_tile`.
-template <typename Shape>
-__device__ __forceinline__ SequencePlan plan_sequence(const AttentionParams& params, const QoTile& tile, bool live) {
+/// The plan of `tile.sequence`, except `first_tile`, in blocks of `block_queries` queries.
+__device__ __forceinline__ SequencePlan plan_sequence(const AttentionParams& params, const QoTile& tile, bool live,
+                                                      int32_t block_queries) {
   SequencePlan plan = {};
   plan.first_query = tile.first_token;
   plan.first_key = tile.start_k;
@@ -50,7 +50,7 @@ __device__ __forceinline__ SequencePlan plan_sequence(const AttentionParams& par
   // of it, so the blocks of two sequences never overlap.
   plan.first_row_tile = static_cast<int32_t>((plan.first_query + int64_t{15} * tile.sequence) / 16);
   plan.first_query_block =
-      static_cast<int32_t>((plan.first_query + int64_t{Shape::kQueries - 1} * tile.sequence) / Shape::kQueries);
+      static_cast<int32_t>((plan.first_query + int64_t{block_queries - 1} * tile.sequence) / block_queries);
   return plan;
 }
 
@@ -124,7 +124,7 @@ __device__ __forceinline__ void plan_sequences(const HopperBackwardParams& param
     metadata.load(forward, b);
     if (!ascends) scan.ascend(forward, b / 32 * 32, metadata);
     const QoTile tile = metadata.sequence(forward, 0, b);
-    SequencePlan plan = plan_sequence<Shape>(forward, tile, b < num_seqs);
+    SequencePlan plan = plan_sequence(forward, tile, b < num_seqs, params.block_queries);
     if (params.sequence_starts != nullptr && b < num_seqs) {
       params.sequence_starts[b] = {tile.first_token, tile.start_k, align_keys(plan, tile.start_k)};
     }

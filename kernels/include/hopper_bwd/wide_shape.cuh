@@ -75,7 +75,7 @@ struct WideShape : tiles::HopperBwdWide<Gradient, HeadDim, LogitsTransform> {
 /// The block sizes with which hopper_bwd_prepare plans for the kernels past 128 columns.
 template <int kHeadDim_>
 struct WidePlanShape {
-  static constexpr int kHeadDim = kHeadDim_, kQueries = 128, kKeys = 64;
+  static constexpr int kHeadDim = kHeadDim_, kKeys = 64;
   static constexpr bool kAccumulatesDq = false, kHasKeyRanges = false, kHasBias = false;
 };
 

@@ -22,6 +22,7 @@ use crate::cuda::variants;
 use crate::error::Result;
 use crate::problem::attention::{Attention, Score};
 use crate::problem::flash_attn_varlen_bwd::FlashAttnVarlenBwd;
+use crate::tensor::DType;
 use std::ptr::null_mut;
 
 /// Keys of a work tile and of one warpgroup, as `kernels/include/hopper_bwd/shape.cuh` has them.
@@ -70,6 +71,8 @@ pub(super) struct WorkspaceLayout {
     sequence_starts: *mut u8,
     copied_bias: *mut u8,
     key_ranges: Option<KeyRangeLayout>,
+    /// Queries per query block.
+    queries: u32,
     pub(super) num_query_blocks: usize,
     num_row_tiles: usize,
     /// Bytes from the start of the workspace to the end of the last buffer.
@@ -96,8 +99,8 @@ impl WorkspaceLayout {
         partial: PartialGradients,
         options: LayoutOptions,
     ) -> Self {
-        let queries = queries as usize;
-        let num_query_blocks = (rows + (queries - 1) * seqs) / queries + 1;
+        let block = queries as usize;
+        let num_query_blocks = (rows + (block - 1) * seqs) / block + 1;
         let num_row_tiles = if columns == 0 { 0 } else { (rows + (ROW_TILE_ROWS - 1) * seqs).div_ceil(ROW_TILE_ROWS) };
         let mut bytes = start.align_offset(ALIGNMENT);
         let mut place = |wanted: usize| {
@@ -123,6 +126,7 @@ impl WorkspaceLayout {
             key_ranges: options
                 .range_keys
                 .map(|keys| KeyRangeLayout::new([rows, seqs, keys], num_query_blocks, &mut place)),
+            queries,
             num_query_blocks,
             num_row_tiles,
             bytes,
@@ -136,11 +140,11 @@ impl WorkspaceLayout {
         columns: u32,
         partial: PartialGradients,
     ) -> Option<Self> {
-        let Attention { num_rows, max_seqs, num_q_heads, q, score, .. } = problem.forward;
+        let Attention { num_rows, max_seqs, num_q_heads, score, .. } = problem.forward;
         let start = problem.workspace.as_ref()?.data;
         let options = LayoutOptions {
             range_keys: (!problem.forward.queries.key_ranges.is_none()).then_some(problem.num_keys),
-            bias_bytes: score.bias.map(|bias| PaddedBias::copied_bytes(&bias, q.dtype)),
+            bias_bytes: score.bias.map(|bias| PaddedBias::copied_bytes(&bias, bias.dtype)),
         };
         Some(Self::new(start, queries, columns, [num_rows, max_seqs, num_q_heads], partial, options))
     }
@@ -187,6 +191,7 @@ impl WorkspaceLayout {
             partial_dv,
             log2_head_splits,
             sequence_starts,
+            queries,
             num_query_blocks,
             num_row_tiles,
             ..
@@ -217,6 +222,7 @@ impl WorkspaceLayout {
             plan: plan.cast(),
             sequence_starts: sequence_starts.cast(),
             num_row_tiles: num_row_tiles as i32,
+            block_queries: queries as i32,
             num_query_blocks: num_query_blocks as i32,
             num_sms: device.sms as i32,
             log2_head_splits: log2_head_splits as i32,
@@ -352,6 +358,7 @@ pub(super) fn logits_transform(forward: &Attention) -> Option<&'static str> {
         (true, false, false, false) => Some("softcap"),
         (false, true, false, false) => Some("alibi"),
         (false, false, true, false) => Some("key_ranges"),
+        (false, false, false, true) if bias.is_some_and(|bias| bias.dtype == DType::F32) => Some("bias_f32"),
         (false, false, false, true) => Some("bias"),
         _ => None,
     }

@@ -15,20 +15,30 @@ use crate::cuda::variants;
 use crate::error::{Error, Result};
 use crate::problem::attention::Bias;
 use crate::problem::flash_attn_varlen_bwd::FlashAttnVarlenBwd;
-use crate::problem::workspace::gradients_copy_own_bias;
+use crate::problem::workspace::{BiasSizes, gradients_copy_bias};
 use crate::tensor::DType;
 use std::rc::Rc;
 
-/// The call's bias, or its copy at `copy`, if the kernels take it and the gradient that `hopper_bwd` stores: of q's dtype, and such
-/// that TMA supports them. `None` too where the portable kernels are faster than with a copy.
+/// The call's bias, or its copy at `copy`, if the kernels take it and the gradient that `hopper_bwd` stores: of q's dtype or of
+/// f32, and such that TMA supports them. `None` too where the portable kernels are faster than with a copy.
 pub(super) fn of(problem: &FlashAttnVarlenBwd, bias: &Bias, copy: *mut u8) -> Option<PaddedBias> {
     let forward = &problem.forward;
-    let loaded = PaddedBias::new(bias, forward.q.dtype, Some(copy))?;
-    let Some(dbias) = bias::stored_dbias(problem) else { return Some(loaded) };
-    let columns = forward.head_dim.max(forward.value_dim) as i64;
-    let is_faster = !loaded.is_copied() || gradients_copy_own_bias(columns, forward.score.is_masked());
-    (is_faster && loaded.supports_gradient(&dbias)).then_some(loaded)
+    let loaded = PaddedBias::new(bias, bias.dtype, Some(copy))?;
+    let sizes = BiasSizes {
+        keys: bias.keys as i64,
+        dtype: bias.dtype,
+        is_shared: (bias.seqs, bias.heads) != (forward.max_seqs, forward.num_q_heads),
+        is_masked: forward.score.is_masked(),
+        has_gradient: problem.dbias.is_some(),
+        rows: forward.num_rows as i64,
+    };
+    let copies = gradients_copy_bias(forward.head_dim.max(forward.value_dim) as i64, &sizes);
+    let supports = |dbias| loaded.supports_gradient(&dbias);
+    ((copies || !loaded.is_copied()) && bias::stored_dbias(problem).is_none_or(supports)).then_some(loaded)
 }
+
+/// Bytes of a line of L2.
+const LINE_BYTES: usize = 128;
 
 /// The parameter of `hopper_bwd_*_bias`.
 pub(super) fn params(
@@ -41,6 +51,8 @@ pub(super) fn params(
     let BiasSource { seq_matrices, head_matrices, .. } = BiasSource::new(bias, bias.dtype.size())?;
     let encode = |data| bias.tensor_map(data, i64::from(queries));
     let stored = bias::stored_dbias(problem);
+    // In other rows boxes share lines, which L2 must keep until it has the whole line. One matrix for all sequences and heads stays in L2.
+    let has_whole_lines = (bias.keys * bias.dtype.size()).is_multiple_of(LINE_BYTES);
     Ok(HopperBiasBackwardParams {
         common: *common,
         bias: encode(bias.data)?,
@@ -48,6 +60,8 @@ pub(super) fn params(
         seq_matrices,
         head_matrices,
         stores_dbias: i32::from(stored.is_some()),
+        evicts_bias_first: i32::from(has_whole_lines && seq_matrices + head_matrices > 0),
+        evicts_dbias_first: i32::from(has_whole_lines),
         reserved: 0,
     })
 }
@@ -82,6 +96,12 @@ const DBIAS_KERNEL: &str = "hopper_bwd_dbias";
 const DBIAS_TILE: i64 = 128;
 const ATOM_COLUMNS: i64 = 64;
 
+/// The CTAs of that kernel: one per tile of a matrix of the bias.
+fn dbias_ctas(bias: &Bias) -> usize {
+    let tiles = |len: usize| len.div_ceil(DBIAS_TILE as usize);
+    (bias.seqs * bias.heads).saturating_mul(tiles(bias.rows)).saturating_mul(tiles(bias.keys))
+}
+
 /// The launch that computes the gradient of a bias that sequences or heads share, after `hopper_bwd_prepare`, which stores
 /// `delta` and the lse in base 2.
 fn dbias_launch<'p>(
@@ -92,14 +112,14 @@ fn dbias_launch<'p>(
 ) -> Result<Option<Launch<'p>>> {
     let (Some(dbias), Some(bias)) = (problem.dbias, problem.forward.score.bias) else { return Ok(None) };
     let dim = problem.forward.head_dim.max(problem.forward.value_dim);
+    let of_type = if loaded.dtype == DType::F32 { "f32" } else { "16_bits" };
     let tile: &HopperBwdDbiasTile = HOPPER_BWD_DBIAS
         .iter()
-        .find(|tile| tile.head_dim as usize >= dim)
+        .find(|tile| tile.head_dim as usize >= dim && tile.bias == of_type)
         .ok_or_else(|| Error::internal(format!("{DBIAS_KERNEL} is not built for head dimension {dim}")))?;
-    let tiles = |len: usize| len.div_ceil(DBIAS_TILE as usize);
-    let ctas = (bias.seqs * bias.heads).saturating_mul(tiles(bias.rows)).saturating_mul(tiles(bias.keys));
+    let ctas = dbias_ctas(&bias);
     let dtype = problem.forward.q.dtype;
-    let variant = variants::find(DBIAS_KERNEL, &[variants::dtype_value(dtype), tile.head_dim_value])?;
+    let variant = variants::find(DBIAS_KERNEL, &[variants::dtype_value(dtype), tile.head_dim_value, of_type])?;
     let parameter = defer_params(move || {
         let [q, k, v, dout, ..] = TensorMapConfig::all(problem, [DBIAS_TILE; 3], ATOM_COLUMNS);
         let encode = |config: TensorMapConfig| config.encode(problem);

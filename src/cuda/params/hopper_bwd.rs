@@ -68,7 +68,7 @@ pub struct HopperBackwardParams {
     pub dv: TensorMap,
     /// `[Hq, Tq]`
     pub lse_log2: *mut f32,
-    /// f32 accumulators of dQ: for each of Hq heads, of the first 64 columns and then of the remaining ones,
+    /// f32 accumulators of dQ: for each of Hq heads, of the first 64 columns (or 32 of 64) and then of the remaining ones,
     /// `[num_row_tiles, columns / 8, 32, 4]`; see `dq_accum_row_tile()`.
     pub dq_accum: *mut f32,
     /// `[Hq, num_query_blocks]`: number of key blocks whose contributions are in `dq_accum`.
@@ -81,6 +81,8 @@ pub struct HopperBackwardParams {
     /// `[B]`, where calls with a bias need them; otherwise null.
     pub sequence_starts: *mut SequenceStart,
     pub num_row_tiles: i32,
+    /// Queries per query block, which differ between kernels of the same columns.
+    pub block_queries: i32,
     /// Query blocks per head, over all sequences.
     pub num_query_blocks: i32,
     /// Of the GPU.
@@ -144,7 +146,7 @@ pub struct HopperKeyRangeBackwardParams {
 pub struct HopperBiasBackwardParams {
     /// `sequence_starts` is not null.
     pub common: HopperBackwardParams,
-    /// Of the bias and of its gradient, `[1, 1, matrix, row, key]`; a box has the queries of a step and 64 keys.
+    /// Of the bias and of its gradient, `[1, 1, matrix, row, key]`; a box has the queries of a step and 128 bytes of keys.
     pub bias: TensorMap,
     pub dbias: TensorMap,
     /// Matrices from a sequence or a query head to the next one, as `BiasSource` has them.
@@ -152,6 +154,9 @@ pub struct HopperBiasBackwardParams {
     pub head_matrices: i32,
     /// Whether the kernel stores dbias. Then each pair of a row and a key has a bias of its own.
     pub stores_dbias: i32,
+    /// Whether L2 evicts the bias, which each CTA reads once, and its gradient before what it has else.
+    pub evicts_bias_first: i32,
+    pub evicts_dbias_first: i32,
     pub reserved: i32,
 }
 

@@ -64,7 +64,7 @@ fn the_kernels_take_what_they_are_built_for() {
     assert!(takes_bias(Bias { keys: 17, ..bias }));
     assert!(!takes_bias(Bias { keys: 400_001, ..bias }));
     assert!(!takes_bias(Bias { rows: 0, ..bias }));
-    assert!(!takes_bias(Bias { dtype: DType::F32, ..bias }));
+    assert!(takes_bias(Bias { dtype: DType::F32, ..bias }));
     let capped_bias =
         |forward: &mut Attention| forward.score = Score { bias: Some(bias), softcap: 1.0, ..forward.score };
     assert!(!with(&capped_bias));
@@ -93,14 +93,17 @@ fn the_kernels_take_what_they_are_built_for() {
 
 #[test]
 fn a_bias_whose_rows_tma_does_not_load_is_copied() {
-    let kernels_of = |head_dim, window_right, keys, seqs, dtype| {
+    let kernels_of_type = |of_bias, head_dim, window_right, keys, seqs, dtype| {
         let mut problem = gradients(head_dim);
-        let bias = Some(Bias { data: null(), dtype: DType::BF16, seqs, heads: 4, rows: 9, keys });
+        let bias = Some(Bias { data: null(), dtype: of_bias, seqs, heads: 4, rows: 9, keys });
         problem.forward.score = Score { window_right, bias, ..problem.forward.score };
         problem.dbias = Some(Tensor::dense(dtype, null_mut(), &[]));
         let launches = HopperBackward::of(&problem, &device(true)).map(|of| of.launches(&problem, device(true)));
         let launches = launches.transpose().expect("there are kernels").unwrap_or_default();
         launches.iter().map(|launch| launch.kernel).collect::<Vec<_>>()
+    };
+    let kernels_of = |head_dim, window_right, keys, seqs, dtype| {
+        kernels_of_type(DType::BF16, head_dim, window_right, keys, seqs, dtype)
     };
     let kernels = |keys, seqs, dtype| kernels_of(128, -1, keys, seqs, dtype);
     let (copy, both) = ("copy_bias_rows", ["hopper_bwd_prepare", "hopper_bwd"]);
@@ -118,6 +121,16 @@ fn a_bias_whose_rows_tma_does_not_load_is_copied() {
         assert_eq!(kernels_of(head_dim, window_right, 17, 7, DType::BF16), [""; 0]);
         assert_eq!(kernels_of(head_dim, window_right, 16, 7, DType::BF16), stored[1..4]);
         assert_eq!(kernels_of(head_dim, window_right, 17, 1, DType::BF16)[0], copy);
+    }
+    // Of f32 only one that many sequences share is copied.
+    for head_dim in [64, 96, 128] {
+        let wide = |keys, seqs, dtype| kernels_of_type(DType::F32, head_dim, -1, keys, seqs, dtype);
+        assert_eq!(wide(20, 7, DType::F32), stored[1..4]);
+        assert_eq!(wide(20, 7, DType::BF16), [""; 0]);
+        assert_eq!(wide(18, 7, DType::F32), [""; 0]);
+        assert_eq!(wide(18, 1, DType::F32), [copy, both[0], both[1], "hopper_bwd_dbias"]);
+        assert_eq!(wide(126, 1, DType::F32), [""; 0]);
+        assert_eq!(wide(20, 1, DType::F32), [both[0], both[1], "hopper_bwd_dbias"]);
     }
 }
 
@@ -181,7 +194,7 @@ fn query_heads_of_few_kv_heads_are_split() {
 
 #[test]
 fn what_the_front_ends_allocate_is_enough() {
-    let narrow = HOPPER_BWD.iter().filter(|tile| tile.logits == "none");
+    let narrow = HOPPER_BWD.iter().filter(|tile| ["none", "bias_f32"].contains(&tile.logits));
     // Past 128 columns there is no dq_accum.
     let wide = [(192, 128, 0), (256, 128, 0)];
     for (dim, queries, columns) in narrow.map(|tile| (tile.head_dim, tile.queries, tile.head_dim)).chain(wide) {
@@ -213,23 +226,22 @@ fn what_the_front_ends_allocate_is_enough() {
                         |options| WorkspaceLayout::new(start as *mut u8, queries, columns, counts, partial, options);
                     let layout = place(LayoutOptions::default());
                     let with_bias = LayoutOptions { bias_bytes: Some(0), ..LayoutOptions::default() };
-                    let copied = Bias { data: null(), dtype, seqs, heads, rows, keys: 1001 };
-                    let bytes = Some(PaddedBias::copied_bytes(&copied, dtype));
-                    let with_copied_bias = LayoutOptions { bias_bytes: bytes, ..LayoutOptions::default() };
-                    let bias = BiasSizes {
-                        keys: 1001,
-                        dtype,
-                        is_shared: false,
-                        is_masked: true,
-                        has_gradient: false,
-                        rows: rows as i64,
-                    };
-                    let of_copy = sizes.bias_workspace(Op::FlashAttnVarlenBwd, bias);
-                    let copy_bytes = of_copy.fixed + of_copy.per_bias_row * (seqs * heads * rows) as i64;
+                    let copies = [(dtype, false), (DType::F32, true)].map(|(dtype, is_shared)| {
+                        let copied = Bias { data: null(), dtype, seqs, heads, rows, keys: 1001 };
+                        let bytes = Some(PaddedBias::copied_bytes(&copied, dtype));
+                        let (keys, is_masked, has_gradient) = (1001, true, false);
+                        let bias = BiasSizes { keys, dtype, is_shared, is_masked, has_gradient, rows: 4 * keys };
+                        // And 256 bytes of what is fixed, beside dS.
+                        let per_bias_row = sizes.bias_workspace(Op::FlashAttnVarlenBwd, bias).per_bias_row;
+                        let copy_bytes = 256 + per_bias_row * (seqs * heads * rows) as i64;
+                        (LayoutOptions { bias_bytes: bytes, ..LayoutOptions::default() }, copy_bytes)
+                    });
                     let with_ranges = |keys| LayoutOptions { range_keys: Some(keys), ..LayoutOptions::default() };
                     if columns > 0 {
                         assert!(place(with_bias).bytes as i64 <= allocated, "{rows} rows, {seqs} sequences");
-                        assert!(place(with_copied_bias).bytes as i64 <= allocated + copy_bytes);
+                        for (with_copied_bias, copy_bytes) in copies {
+                            assert!(place(with_copied_bias).bytes as i64 <= allocated + copy_bytes);
+                        }
                         assert!(place(with_ranges(rows)).bytes as i64 <= allocated, "{rows} rows, {seqs} sequences");
                         assert!(place(with_ranges(20 * rows)).bytes as i64 <= allocated);
                     }
