@@ -292,7 +292,7 @@ impl HopperBackward {
         let config_with = |partial| {
             let layout = WorkspaceLayout::of(problem, tile.queries, tile.head_dim, partial)?;
             let bias = match &forward.score.bias {
-                Some(bias) => Some(hopper_bias::of(problem, bias, layout.copied_bias)?),
+                Some(bias) => Some(hopper_bias::of(problem, bias, device, layout.copied_bias)?),
                 None => None,
             };
             let config = Self { tile, layout, bias };

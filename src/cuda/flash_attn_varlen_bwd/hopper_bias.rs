@@ -13,16 +13,19 @@ use crate::cuda::tensor_map::TensorMap;
 use crate::cuda::tiles::{HOPPER_BWD_DBIAS, HopperBwdDbiasTile};
 use crate::cuda::variants;
 use crate::error::{Error, Result};
-use crate::problem::attention::Bias;
+use crate::problem::attention::{Attention, Bias};
 use crate::problem::flash_attn_varlen_bwd::FlashAttnVarlenBwd;
-use crate::problem::workspace::{BiasSizes, gradients_copy_bias};
+use crate::problem::workspace::{BiasSizes, gradients_copy_bias, score_gradient_bytes};
 use crate::tensor::DType;
 use std::rc::Rc;
 
 /// The call's bias, or its copy at `copy`, if the kernels take it and the gradient that `hopper_bwd` stores: of q's dtype or of
-/// f32, and such that TMA supports them. `None` too where the portable kernels are faster than with a copy.
-pub(super) fn of(problem: &FlashAttnVarlenBwd, bias: &Bias, copy: *mut u8) -> Option<PaddedBias> {
+/// f32, and such that TMA supports them. `None` too where the portable kernels are faster.
+pub(super) fn of(problem: &FlashAttnVarlenBwd, bias: &Bias, device: &Device, copy: *mut u8) -> Option<PaddedBias> {
     let forward = &problem.forward;
+    if leaves_sms_idle(problem, bias, device) {
+        return None;
+    }
     let loaded = PaddedBias::new(bias, bias.dtype, Some(copy))?;
     let sizes = BiasSizes {
         keys: bias.keys as i64,
@@ -35,6 +38,25 @@ pub(super) fn of(problem: &FlashAttnVarlenBwd, bias: &Bias, copy: *mut u8) -> Op
     let copies = gradients_copy_bias(forward.head_dim.max(forward.value_dim) as i64, &sizes);
     let supports = |dbias| loaded.supports_gradient(&dbias);
     ((copies || !loaded.is_copied()) && bias::stored_dbias(problem).is_none_or(supports)).then_some(loaded)
+}
+
+/// Items of a tile of the gradient of a shared bias, a sequence and a head each, from which on few tiles are too few.
+const MANY_ITEMS: usize = 32;
+
+/// Whether the gradient of a bias that sequences or heads share has tiles for less than a third of the SMs, each of many items, and the
+/// portable kernels can sum stored dS instead. An item takes about two microseconds, in which they compute 40 with all SMs. On an H200 one matrix
+/// for 64 sequences of 200 and 12 heads of 64, which has four tiles, takes 1738 µs here and 292 by the portable kernels, one for 8 of 1028 and
+/// 16 heads, with 81 tiles, 559 and 707.
+fn leaves_sms_idle(problem: &FlashAttnVarlenBwd, bias: &Bias, device: &Device) -> bool {
+    if problem.dbias.is_none() || bias::stored_dbias(problem).is_some() {
+        return false;
+    }
+    let Attention { num_q_heads, num_rows, max_seqs, .. } = problem.forward;
+    let workspace = problem.workspace.as_ref().and_then(|workspace| workspace.dims.first());
+    let available = workspace.map_or(0, |bytes| *bytes as usize);
+    let stores_ds = score_gradient_bytes(num_q_heads, num_rows, bias.keys).is_some_and(|bytes| bytes <= available);
+    let items = max_seqs.saturating_mul(num_q_heads) / (bias.seqs * bias.heads).max(1);
+    stores_ds && items > MANY_ITEMS && dbias_ctas(bias).saturating_mul(3) < device.sms as usize
 }
 
 /// Bytes of a line of L2.
