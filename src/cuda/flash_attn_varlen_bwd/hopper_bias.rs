@@ -44,9 +44,9 @@ pub(super) fn of(problem: &FlashAttnVarlenBwd, bias: &Bias, device: &Device, cop
 const MANY_ITEMS: usize = 32;
 
 /// Whether the gradient of a bias that sequences or heads share has tiles for less than a third of the SMs, each of many items, and the
-/// portable kernels can sum stored dS instead. An item takes about two microseconds, in which they compute 40 with all SMs. On an H200 one matrix
-/// for 64 sequences of 200 and 12 heads of 64, which has four tiles, takes 1738 µs here and 292 by the portable kernels, one for 8 of 1028 and
-/// 16 heads, with 81 tiles, 559 and 707.
+/// portable kernels can sum stored dS instead. On an H200 an item takes about two microseconds of an SM: one matrix for 64 sequences of 200 and
+/// 12 heads of 64, which has four tiles, takes 1738 µs here and 292 by the portable kernels, one for 8 of 1028 and 16 heads, with 81 tiles, 560
+/// and 707.
 fn leaves_sms_idle(problem: &FlashAttnVarlenBwd, bias: &Bias, device: &Device) -> bool {
     if problem.dbias.is_none() || bias::stored_dbias(problem).is_some() {
         return false;
