@@ -54,6 +54,11 @@ impl Bias {
         TensorMap::new(self.dtype, data, &self.axes(rows), L2Promotion::Bytes256)
     }
 
+    /// Elements of `copy_bias_rows` per row.
+    fn copied_pitch(&self) -> usize {
+        self.keys.saturating_mul(self.dtype.size()) / COPIED_BYTES
+    }
+
     fn all_rows(&self) -> usize {
         self.seqs.saturating_mul(self.heads).saturating_mul(self.rows)
     }
@@ -87,7 +92,8 @@ impl PaddedBias {
             return Some(Self { bias: *bias, original: None });
         }
         let padded = bias.padded(copy?);
-        let is_copied = padded.supports_tma(dtype, padded.data) && is_element(dtype, bias.data);
+        let is_counted = i32::try_from(padded.copied_pitch()).is_ok();
+        let is_copied = is_counted && padded.supports_tma(dtype, padded.data) && is_element(dtype, bias.data);
         is_copied.then_some(Self { bias: padded, original: Some(*bias) })
     }
 
@@ -140,7 +146,7 @@ fn is_element(dtype: DType, data: *const u8) -> bool {
 
 /// The launch that copies the rows of `from` to those of `to`, which differ in keys alone: what `from` lacks becomes 0.
 fn copy_rows<P: Parameter>(from: &Bias, to: &Bias, parameter: impl FnOnce(CopyRowsParams) -> P) -> Result<Launch<P>> {
-    let [from_pitch, to_pitch] = [from, to].map(|bias| bias.keys * bias.dtype.size() / COPIED_BYTES);
+    let [from_pitch, to_pitch] = [from, to].map(Bias::copied_pitch);
     let params = CopyRowsParams {
         from: from.data.cast(),
         to: to.data.cast_mut().cast(),

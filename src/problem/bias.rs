@@ -24,6 +24,12 @@ pub struct Bias {
 }
 
 impl Bias {
+    /// Whether sequences or heads of a call with these counts share it.
+    #[cfg(feature = "cuda")]
+    pub(crate) fn is_shared(&self, max_seqs: usize, num_q_heads: usize) -> bool {
+        (self.seqs, self.heads) != (max_seqs, num_q_heads)
+    }
+
     /// The element of row i of sequence b and head h, and its key 0; `None` if the bias has no such row.
     #[must_use]
     pub fn row(&self, b: usize, h: usize, i: usize) -> Option<*const u8> {

@@ -50,6 +50,14 @@ unsafe impl Send for FlashAttnVarlenBwd<'_> {}
 // SAFETY: as for `Send`.
 unsafe impl Sync for FlashAttnVarlenBwd<'_> {}
 
+impl FlashAttnVarlenBwd<'_> {
+    /// Bytes of the workspace, 0 without one.
+    #[cfg(feature = "cuda")]
+    pub(crate) fn workspace_bytes(&self) -> usize {
+        self.workspace.as_ref().and_then(|workspace| workspace.dims.first()).map_or(0, |bytes| *bytes as usize)
+    }
+}
+
 /// Validates a call and returns its problem.
 ///
 /// | operand | shape |

@@ -144,9 +144,10 @@ impl AttentionSizes {
     }
 
     /// What a bias adds to the size for a call of `op` without a soft cap and `ALiBi`. Kernels on Hopper, and those for
-    /// gradients on every GPU, load one of q's type, and Hopper's for gradients also one of f32, in rows of a multiple of 16 bytes; a bias of
-    /// other rows is copied to such rows in the workspace, if that is worth it. Where sequences or heads share it, the kernels for its gradient sum dS of all pairs from
-    /// the workspace, up to half a GiB: up to 128 columns on other GPUs than Hopper alone, past 256 on those with 227 KB of shared memory.
+    /// gradients on every GPU, load one of q's type, and Hopper's for gradients also one of f32, in rows of a multiple of 16
+    /// bytes; a bias of other rows is copied to such rows in the workspace, if that is worth it. Where sequences or heads share
+    /// it, the kernels for its gradient sum dS of all pairs from the workspace, up to half a GiB: up to 128 columns on other GPUs
+    /// than Hopper, and there for few tiles or queries, past 256 on those with 227 KB of shared memory.
     /// Beside a bias of f32 and 16-bit operands all gradients are computed from dS there, except those with the gradient of each pair's own
     /// bias up to 128 columns, which is dS.
     ///

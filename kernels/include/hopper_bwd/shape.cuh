@@ -47,8 +47,8 @@ struct BackwardShape : tiles::HopperBwd<kHeadDim_, LogitsTransform> {
   static constexpr bool kAccumulatesDq = true;
   /// Two compute warpgroups, and one that loads and accumulates dQ.
   static constexpr int kWarpgroups = 3, kThreads = 128 * kWarpgroups, kComputeWarps = 8;
-  /// Registers per thread of the producer warps and of the compute warps. At 128 columns none are left for the warp
-  /// that copies a bias, which has one stage there.
+  /// Registers per thread of the producer warps and of the compute warps. At 128 columns the compute warps leave no
+  /// more for the warp that copies a bias.
   static constexpr bool kHasWideProducers = kHasBias && kHeadDim < 128;
   static constexpr int kProducerRegisters = kHasWideProducers ? 40 : 24,
                        kComputeRegisters = kHasWideProducers ? 232 : 240;

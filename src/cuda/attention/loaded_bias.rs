@@ -14,7 +14,7 @@ const ALIGNMENT: usize = 128;
 pub(super) fn loaded_bias(problem: &Attention) -> Option<PaddedBias> {
     let (score, dtype) = (&problem.score, problem.q.dtype);
     let bias = score.bias.as_ref()?;
-    let is_shared = (bias.seqs, bias.heads) != (problem.max_seqs, problem.num_q_heads);
+    let is_shared = bias.is_shared(problem.max_seqs, problem.num_q_heads);
     let is_copied = forward_copies_bias(problem.head_dim.max(problem.value_dim) as i64, is_shared);
     let room = room(problem, COUNTER_BYTES, ALIGNMENT).filter(|_| is_copied);
     let copy = room.filter(|(_, bytes)| *bytes >= PaddedBias::copied_bytes(bias, dtype)).map(|(place, _)| place);

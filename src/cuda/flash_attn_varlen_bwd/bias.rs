@@ -88,7 +88,7 @@ pub(super) fn params(
 
 /// Whether dS of the kernel for dQ is the gradient of the bias, which that kernel then stores.
 fn main_kernel_stores_it(forward: &Attention, bias: &Bias) -> bool {
-    (bias.seqs, bias.heads) == (forward.max_seqs, forward.num_q_heads) && forward.score.softcap == 0.0
+    !bias.is_shared(forward.max_seqs, forward.num_q_heads) && forward.score.softcap == 0.0
 }
 
 /// The gradient that the kernel for dQ stores, if the call asks for one that it does.
@@ -148,7 +148,7 @@ pub(super) fn place_after_delta(
     let end_of_delta = aligned(delta.wrapping_add(forward.num_q_heads * forward.num_rows).cast());
     let place = copy.map_or(end_of_delta, |copy| aligned(end_of_delta.wrapping_add(copy.bytes())));
     let used = (place as usize).wrapping_sub(workspace.data as usize);
-    let available = workspace.dims.first().map_or(0, |bytes| *bytes as usize).checked_sub(used)?;
+    let available = problem.workspace_bytes().checked_sub(used)?;
     (available >= bytes).then_some(place)
 }
 

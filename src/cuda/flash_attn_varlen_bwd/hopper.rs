@@ -163,12 +163,11 @@ impl WorkspaceLayout {
         queries: u32,
         tensor_maps: &[TensorMapConfig],
     ) -> bool {
-        let (forward, workspace) = (&problem.forward, problem.workspace.as_ref());
-        let available = workspace.and_then(|workspace| workspace.dims.first()).map_or(0, |bytes| *bytes as usize);
+        let forward = &problem.forward;
         device.has_tensor_maps
             && fills_query_blocks(forward, queries)
             && forward.q.dtype.size() == 2
-            && self.bytes <= available
+            && self.bytes <= problem.workspace_bytes()
             && counts_fit(problem)
             && tensor_maps.iter().all(|config| supports_tma(forward.q.dtype, config.data, &config.axes))
     }

@@ -30,7 +30,7 @@ pub(super) fn of(problem: &FlashAttnVarlenBwd, bias: &Bias, device: &Device, cop
     let sizes = BiasSizes {
         keys: bias.keys as i64,
         dtype: bias.dtype,
-        is_shared: (bias.seqs, bias.heads) != (forward.max_seqs, forward.num_q_heads),
+        is_shared: bias.is_shared(forward.max_seqs, forward.num_q_heads),
         is_masked: forward.score.is_masked(),
         has_gradient: problem.dbias.is_some(),
         rows: forward.num_rows as i64,
@@ -52,9 +52,8 @@ fn leaves_sms_idle(problem: &FlashAttnVarlenBwd, bias: &Bias, device: &Device) -
         return false;
     }
     let Attention { num_q_heads, num_rows, max_seqs, .. } = problem.forward;
-    let workspace = problem.workspace.as_ref().and_then(|workspace| workspace.dims.first());
-    let available = workspace.map_or(0, |bytes| *bytes as usize);
-    let stores_ds = score_gradient_bytes(num_q_heads, num_rows, bias.keys).is_some_and(|bytes| bytes <= available);
+    let ds_bytes = score_gradient_bytes(num_q_heads, num_rows, bias.keys);
+    let stores_ds = ds_bytes.is_some_and(|bytes| bytes <= problem.workspace_bytes());
     let items = max_seqs.saturating_mul(num_q_heads) / (bias.seqs * bias.heads).max(1);
     stores_ds && items > MANY_ITEMS && dbias_ctas(bias).saturating_mul(3) < device.sms as usize
 }

@@ -17,7 +17,6 @@ use crate::cuda::variants;
 use crate::error::{Error, Result};
 use crate::problem::attention::{Attention, Bias};
 use crate::problem::flash_attn_varlen_bwd::FlashAttnVarlenBwd;
-use crate::tensor::Tensor;
 use std::ptr::null_mut;
 use std::rc::Rc;
 
@@ -48,16 +47,12 @@ fn delta(problem: &FlashAttnVarlenBwd) -> *mut f32 {
     let Some(workspace) = &problem.workspace else { return null_mut() };
     let padding = workspace.data.align_offset(align_of::<f32>());
     let needed = size_of::<f32>() * problem.forward.num_q_heads * problem.forward.num_rows;
-    let available = bytes(workspace).checked_sub(padding);
+    let available = problem.workspace_bytes().checked_sub(padding);
     if available.is_some_and(|available| available >= needed) {
         workspace.data.wrapping_add(padding).cast()
     } else {
         null_mut()
     }
-}
-
-fn bytes(workspace: &Tensor) -> usize {
-    workspace.dims.first().map_or(0, |bytes| *bytes as usize)
 }
 
 impl AttentionBwdTile {
@@ -240,7 +235,7 @@ mod tests {
     use crate::problem::Op;
     use crate::problem::attention::{Bias, KeyRanges, Queries, Score};
     use crate::problem::workspace::{AttentionSizes, BiasSizes};
-    use crate::tensor::DType;
+    use crate::tensor::{DType, Tensor};
 
     const KERNELS: [(&str, &str); 2] = [(QUERY_KERNEL, "dq"), (KEY_KERNEL, "dkdv")];
 
@@ -376,7 +371,7 @@ mod tests {
             let sizes =
                 AttentionSizes { num_q_heads, num_kv_heads, head_dim, value_dim, dtype, batch_invariant: false };
             let (plain, keys) = (sizes.gradients_workspace(), bias.keys as i64);
-            let is_shared = (bias.seqs, bias.heads) != (forward.max_seqs, forward.num_q_heads);
+            let is_shared = bias.is_shared(forward.max_seqs, forward.num_q_heads);
             let dtype = bias.dtype;
             let of_bias = BiasSizes { keys, dtype, is_shared, is_masked: false, has_gradient: true, rows };
             let more = sizes.bias_workspace(Op::FlashAttnVarlenBwd, of_bias);
