@@ -101,7 +101,8 @@ struct Block {
   std::map<int, Barrier> named_barriers;
   std::map<uint32_t, Mbarrier> mbarriers;
   int current, alive;
-  int waiting;  // threads that wait for the cluster
+  int waiting;         // threads that wait for the cluster
+  int checks_in_vain;  // how many of them, one after the other, have found that they still wait
   uint32_t slow_warps;
 };
 
@@ -198,7 +199,7 @@ void start_block(Block& started) {
   started.named_barriers.clear();
   started.mbarriers.clear();
   started.alive = threads;
-  started.current = started.waiting = 0;
+  started.current = started.waiting = started.checks_in_vain = 0;
   started.slow_warps =
       std::getenv("XLA_ATTENTION_EMULATOR_SEED") != nullptr ? random_bits() & random_bits() : uint32_t{0};
   while (started.stacks.size() < blockDim.x) {
@@ -298,13 +299,16 @@ void wait_for_cluster(const IsOver& is_over) {
   if (is_over()) return;
   ++block->waiting;
   while (!is_over()) {
-    if (block->waiting == block->alive) {
+    // Others may wait for an earlier round, which is over.
+    if (block->waiting == block->alive && ++block->checks_in_vain >= block->alive) {
+      block->checks_in_vain = 0;
       emulator_switch(&block->fibers[block->current].stack_pointer, main_stack_pointer);
     } else {
       switch_thread();
     }
   }
   --block->waiting;
+  block->checks_in_vain = 0;
 }
 }  // namespace
 
