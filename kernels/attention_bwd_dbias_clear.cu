@@ -1,4 +1,4 @@
-// Stores zeros to the gradient of a bias wherever no row attends to the key, before hopper_bwd or attention_bwd_dkdv,
+// Stores zeros to the gradient of a bias wherever no row attends to the key, before attention_bwd_dkdv,
 // which stores the other elements, among blocks of which it stores zeros once more. attention_bwd_dq stores all of the
 // rows that attend to some keys (dq_stores_dbias), so before it only the other rows are cleared.
 //

@@ -11,6 +11,7 @@
 
 #include "element.cuh"
 #include "hopper_bwd/pipeline.cuh"
+#include "hopper_bwd/schedule.cuh"
 #include "params/hopper_bwd.cuh"
 
 namespace xa::hopper {
@@ -39,6 +40,13 @@ class BiasCopy {
     places_.first_query = tile.first_query - __ldg(&start.query);
     places_.first_key = tile.first_key - __ldg(&start.key) + tile.key_block * Shape::kKeys;
     places_.first_matrix = tile.sequence * params_.seq_matrices;
+    const int32_t rows = params_.rows, first_row = places_.first_query + tile.first_block * Shape::kQueries;
+    const int32_t before = min(first_row, rows);
+    const int32_t of_steps = min(first_row + tile.num_blocks * Shape::kQueries, rows) - before;
+    places_.rows_before_steps = before;
+    places_.rows_of_steps = of_steps;
+    places_.hidden_rows = rows - of_steps;
+    places_.hidden_share = ceil_div(rows - of_steps, tile.num_blocks);
   }
 
   /// Copies the bias of step `step` of the CTA, which has the tile's queries from `row` on and query head `head`.
@@ -117,6 +125,46 @@ class BiasCopy {
   const HopperBiasBackwardParams& params_;
   const BackwardPipeline<Shape>& pipeline_;
   volatile BiasPlaces<Shape::kBiasStages>& places_;
+};
+
+/// Stores zeros to the gradient of a bias in the *hidden rows* of a tile: those whose query blocks do not attend to the
+/// tile's keys, so that no step has them. Each step stores a share of them, while its products run. Executed by a warp.
+template <typename Shape>
+class HiddenRows {
+ public:
+  __device__ __forceinline__ HiddenRows(const HopperBackwardParams& params, const BackwardPipeline<Shape>& pipeline)
+      : params_(with_bias(params)), places_(pipeline.bias_places()) {}
+
+  /// Clears those of query head `head` that are the share of the tile's query block number `block`, in order of steps.
+  __device__ __forceinline__ void clear_share(int32_t block, int32_t head) const {
+    // Those before the rows of the tile's steps, then those after them.
+#pragma unroll 1
+    for (int part = 0; part < 2; ++part) {
+      const int32_t share = places_.hidden_share, hidden = places_.hidden_rows, before = places_.rows_before_steps;
+      const int32_t first_hidden = block * share, end_hidden = min(first_hidden + share, hidden);
+      const int32_t begin = part == 0 ? first_hidden : max(first_hidden, before);
+      const int32_t end = part == 0 ? min(end_hidden, before) : end_hidden;
+      const int32_t lane = xa::ptx::opaque(threadIdx.x) % 32, in_step = lane / kRowLanes;
+      const int32_t row = begin + in_step + (part == 0 ? 0 : places_.rows_of_steps);
+      const int32_t key = places_.first_key + lane % kRowLanes * kChunk;
+      const int64_t row_index = static_cast<int64_t>(places_.first_matrix + head) * params_.rows + row;
+      auto* to = static_cast<uint8_t*>(params_.dbias_data) + (row_index * params_.keys + key) * kBytes;
+      int32_t left = key < params_.keys ? end - begin - in_step : 0;
+#pragma unroll 4
+      for (; left > 0; left -= kRows) {
+        *reinterpret_cast<uint4*>(to) = make_uint4(0, 0, 0, 0);
+        to += static_cast<int64_t>(params_.keys) * (kRows * kBytes);
+      }
+    }
+  }
+
+ private:
+  /// Bytes of an element, elements of 16 bytes, lanes that have the tile's keys of a row, and rows per store of a warp.
+  static constexpr int kBytes = Shape::kHasF32Bias ? 4 : 2, kChunk = 16 / kBytes, kRowLanes = Shape::kKeys / kChunk,
+                       kRows = 32 / kRowLanes;
+
+  const HopperBiasBackwardParams& params_;
+  const volatile BiasPlaces<Shape::kBiasStages>& places_;
 };
 
 /// Clears the first `count` rows of K and V, fewer than 8. No query attends to these keys, so they may hold NaN, whose

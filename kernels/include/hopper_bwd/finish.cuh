@@ -1,14 +1,18 @@
 // The end of the backward kernels of sm_90a: rounds dq_accum to dQ, and writes zeros to rows that nothing else writes:
-// queries that belong to no sequence or attend to no key, and keys that no query attends to.
+// queries that belong to no sequence or attend to no key, keys that no query attends to, and the gradient of a bias at
+// keys that no tile has.
 //
 // Compute warps that find no further tile take this work from a global counter while other CTAs compute the last tiles.
 // The tiles rarely fill the last round of all SMs, and much of dq_accum is still in L2.
 #pragma once
 
 #include <cstdint>
+#include <type_traits>
 
+#include "bwd/dbias_rows.cuh"
 #include "element.cuh"
 #include "hopper/epilogue.cuh"
+#include "hopper_bwd/bias.cuh"
 #include "hopper_bwd/dq_accumulate.cuh"
 #include "hopper_bwd/schedule.cuh"
 #include "hopper_bwd/shape.cuh"
@@ -168,6 +172,31 @@ __device__ __forceinline__ void store_dq_row_tile(const HopperBackwardParams& pa
   }
 }
 
+/// Stores zeros to kFinishRows rows of the gradient of each pair's own bias, of which `item` counts those of all
+/// matrices, where no tile has their keys. Executed by a warp.
+template <typename Shape>
+__device__ __forceinline__ void clear_dbias_outside_tiles(const HopperBackwardParams& params, int64_t item) {
+  using E = std::conditional_t<Shape::kHasF32Bias, float, uint16_t>;
+  const HopperBiasBackwardParams& with = with_bias(params);
+  const int32_t items_per_matrix = ceil_div(with.rows, kFinishRows);
+  const auto matrix = static_cast<int32_t>(item / items_per_matrix);
+  const int32_t first_row = static_cast<int32_t>(item - int64_t{matrix} * items_per_matrix) * kFinishRows;
+  const int32_t sequence = matrix / (params.base.forward.num_kv_heads * params.base.forward.group);
+  const SequencePlan& plan = params.sequences_by_row[sequence];
+  int32_t begin = 0, end = 0;
+  if (plan.num_queries > 0) {
+    begin = min(plan.first_key - params.sequence_starts[sequence].key, with.keys);
+    end = min(begin + ceil_div(plan.num_keys, Shape::kKeys) * Shape::kKeys, with.keys);
+  }
+  if (end - begin == with.keys) return;
+  E* to = static_cast<E*>(with.dbias_data) + (int64_t{matrix} * with.rows + first_row) * with.keys;
+#pragma unroll 1
+  for (int32_t row = first_row; row < min(first_row + kFinishRows, with.rows); ++row, to += with.keys) {
+    clear_elements(to, begin);
+    clear_elements(to + end, with.keys - end);
+  }
+}
+
 /// Takes finish items until none is left. Executed by each compute warp when its CTA has found no further tile: all
 /// tiles that an item waits for are then computed by running CTAs.
 template <typename Shape, typename T>
@@ -179,6 +208,12 @@ __device__ __forceinline__ void process_finish_items(const HopperBackwardParams&
   int64_t num_items = clear_items;
   if (Shape::kAccumulatesDq && forward.max_seqs > 0) {
     num_items += static_cast<int64_t>(params.num_row_tiles) * head_blocks;
+  }
+  const int64_t first_dbias_item = num_items;
+  if constexpr (Shape::kHasBias) {
+    const HopperBiasBackwardParams& with = with_bias(params);
+    const int64_t matrices = static_cast<int64_t>(forward.max_seqs) * num_heads;
+    if (with.stores_dbias != 0) num_items += matrices * ceil_div(with.rows, kFinishRows);
   }
   auto* const counter = reinterpret_cast<unsigned long long*>(&params.plan->next_finish_item);
   // Computed anew, because the loops over tiles before this have no register to keep it.
@@ -201,6 +236,8 @@ __device__ __forceinline__ void process_finish_items(const HopperBackwardParams&
         clear_row<T>(params.base.dk, widens, row, forward.num_kv_heads * forward.head_dim);
         clear_row<T>(params.base.dv, widens, row, forward.num_kv_heads * forward.value_dim);
       });
+    } else if (Shape::kHasBias && item >= first_dbias_item) {
+      if constexpr (Shape::kHasBias) clear_dbias_outside_tiles<Shape>(params, item - first_dbias_item);
     } else if constexpr (Shape::kAccumulatesDq) {
       store_dq_row_tile<Shape, T>(params, item - clear_items, head_blocks);
     }

@@ -161,6 +161,7 @@ __device__ __forceinline__ void load_values_and_bias(const HopperBackwardParams&
   const AttentionParams& forward = params.base.forward;
   const bool is_leader = threadIdx.x % 32 == 0;
   const BiasCopy<Shape> bias_copy(params, pipeline);
+  const HiddenRows<Shape> hidden_rows(params, pipeline);
   if (is_leader) bias_copy.init();
   int32_t step = 0;
 #pragma unroll 1
@@ -191,6 +192,11 @@ __device__ __forceinline__ void load_values_and_bias(const HopperBackwardParams&
         load_row_stats<Shape>(pipeline.deltas(dout_state.stage), deltas + row, nullptr, full.address,
                               tile.num_queries - row);
         if (is_leader) bias_copy.copy_step(step, row, head);
+        __syncwarp();
+        if (with_bias(params).stores_dbias != 0) {
+          hidden_rows.clear_share(tile.num_blocks - blocks_left, head);
+          __syncwarp();
+        }
       }
     }
     if (is_leader) pipeline.tile_empty(PipelineState<2>(xa::ptx::opaque(tile_count))).arrive();

@@ -40,15 +40,18 @@ struct BackwardTile {
 };
 static_assert(sizeof(BackwardTile) <= 64);
 
-/// What the thread that copies the bias `[matrix, row, key]` keeps in shared memory: the places of the tile's first
-/// query, of its first key and of its sequence, and of each stage the step whose bias it has. `matrix` is -1 before the
-/// first one.
+/// What the warp that copies the bias `[matrix, row, key]` keeps in shared memory.
 template <int kStages>
 struct BiasPlaces {
   struct Step {
     int32_t key, query, matrix, unused;
   };
+  /// The places of the tile's first query, of its first key and of its sequence.
   int32_t first_query, first_key, first_matrix, unused;
+  /// Rows of a matrix before those that the tile's steps have, rows of the steps, all others, and how many of these are
+  /// cleared in a step (HiddenRows).
+  int32_t rows_before_steps, rows_of_steps, hidden_rows, hidden_share;
+  /// Of each stage, the step whose bias it has. `matrix` is -1 before the first one.
   Step steps[kStages];
 };
 

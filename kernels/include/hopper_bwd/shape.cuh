@@ -102,7 +102,7 @@ struct BackwardShape : tiles::HopperBwd<kHeadDim_, LogitsTransform> {
   static constexpr int kTilesOffset = kDeltasOffset + kDoutStages * kRowStatBytes;
   static constexpr int kBarriersOffset = kTilesOffset + 2 * 64;
   static constexpr int kBiasPlacesOffset = kBarriersOffset + (kBiasStages > 1 ? 34 : 30) * 8;
-  static_assert(Config::kSharedBytes == kBiasPlacesOffset + (kHasBias ? 16 + 16 * kBiasStages : 16));
+  static_assert(Config::kSharedBytes == kBiasPlacesOffset + (kHasBias ? 32 + 16 * kBiasStages : 16));
   // The epilogue stages dK of a tile in the buffer of dS, and dV in that of dQ.
   static_assert(2 * kDsBytes >= kKeyBytes && kDqBytes >= kKeyBytes);
 };

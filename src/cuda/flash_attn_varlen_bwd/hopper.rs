@@ -328,7 +328,8 @@ impl HopperBackward {
         };
         let row_stats = [layout.delta, layout.lse_log2].map(<*mut u8>::cast);
         let of_bias = loaded_bias.map(|bias| hopper_bias::launches(problem, &bias, device, row_stats));
-        let [mut launches, after] = of_bias.transpose()?.unwrap_or_default();
+        let [copying, after] = of_bias.transpose()?.unwrap_or_default();
+        let mut launches = Vec::from_iter(copying);
         launches.extend(build_launches(problem, &before, ("hopper_bwd", main, &values[..]), &parameter)?);
         launches.extend(head_splits::combine(
             problem,

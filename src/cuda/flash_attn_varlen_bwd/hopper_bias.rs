@@ -7,7 +7,7 @@ use super::{Launch, Parameter, bias};
 use crate::cuda::device::Device;
 use crate::cuda::padded_bias::PaddedBias;
 use crate::cuda::params::attention_bwd::BackwardParams;
-use crate::cuda::params::bias::{BiasBackwardParams, BiasSource, ScoreGradients};
+use crate::cuda::params::bias::BiasSource;
 use crate::cuda::params::hopper_bwd::{HopperBackwardParams, HopperBiasBackwardParams, HopperDbiasParams};
 use crate::cuda::tensor_map::TensorMap;
 use crate::cuda::tiles::{HOPPER_BWD_DBIAS, HopperBwdDbiasTile};
@@ -17,7 +17,7 @@ use crate::problem::attention::{Attention, Bias};
 use crate::problem::flash_attn_varlen_bwd::FlashAttnVarlenBwd;
 use crate::problem::workspace::{BiasSizes, gradients_copy_bias, score_gradient_bytes};
 use crate::tensor::DType;
-use std::rc::Rc;
+use std::ptr::null_mut;
 
 /// The call's bias, or its copy at `copy`, if the kernels take it and the gradient that `hopper_bwd` stores: of q's dtype or of
 /// f32, and such that TMA supports them. `None` too where the portable kernels are faster.
@@ -78,6 +78,9 @@ pub(super) fn params(
         common: *common,
         bias: encode(bias.data)?,
         dbias: stored.map_or(Ok(TensorMap::NONE), |dbias| encode(loaded.gradient_place(&dbias)))?,
+        dbias_data: stored.map_or(null_mut(), |dbias| loaded.gradient_place(&dbias).cast()),
+        rows: bias.rows as i32,
+        keys: bias.keys as i32,
         seq_matrices,
         head_matrices,
         stores_dbias: i32::from(stored.is_some()),
@@ -92,23 +95,14 @@ pub(super) fn launches<'p>(
     problem: &'p FlashAttnVarlenBwd,
     loaded: &PaddedBias,
     device: Device,
-    [delta, lse_log2]: [*mut f32; 2],
-) -> Result<[Vec<Launch<'p>>; 2]> {
-    let mut before = Vec::from_iter(loaded.copy_launch(Parameter::CopyRows)?);
-    let Some(dbias) = bias::stored_dbias(problem) else {
-        let summing = dbias_launch(problem, loaded.bias, device, [delta, lse_log2])?;
-        return Ok([before, Vec::from_iter(summing)]);
+    row_stats: [*mut f32; 2],
+) -> Result<[Option<Launch<'p>>; 2]> {
+    let before = loaded.copy_launch(Parameter::CopyRows)?;
+    let after = match bias::stored_dbias(problem) {
+        Some(dbias) => loaded.gradient_launch(&dbias, Parameter::CopyRows)?,
+        None => dbias_launch(problem, loaded.bias, device, row_stats)?,
     };
-    let backward = BackwardParams::new(problem, &device, delta)?;
-    let params = BiasBackwardParams {
-        dbias: loaded.gradient_place(&dbias).cast(),
-        dq_stores_dbias: 0,
-        ..bias::params(problem, &loaded.bias, &backward, ScoreGradients::NONE, &device)?
-    };
-    let parameter = Parameter::Bias(Rc::new(params));
-    let [clearing, _] = bias::launches(problem, &device, &backward, ScoreGradients::NONE, &parameter)?;
-    before.extend(clearing);
-    Ok([before, Vec::from_iter(loaded.gradient_launch(&dbias, Parameter::CopyRows)?)])
+    Ok([before, after])
 }
 
 const DBIAS_KERNEL: &str = "hopper_bwd_dbias";

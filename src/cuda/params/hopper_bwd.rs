@@ -149,6 +149,11 @@ pub struct HopperBiasBackwardParams {
     /// Of the bias and of its gradient, `[1, 1, matrix, row, key]`; a box has the queries of a step and 128 bytes of keys.
     pub bias: TensorMap,
     pub dbias: TensorMap,
+    /// The gradient itself, dense; null if the kernel does not store it.
+    pub dbias_data: *mut c_void,
+    /// Rows and keys of a matrix.
+    pub rows: i32,
+    pub keys: i32,
     /// Matrices from a sequence or a query head to the next one, as `BiasSource` has them.
     pub seq_matrices: i32,
     pub head_matrices: i32,
