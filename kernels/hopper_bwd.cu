@@ -54,6 +54,8 @@ extern "C" __global__ void __launch_bounds__(Shape::kThreads, 1)
   }
   // The last CTAs of hopper_bwd_prepare may still run.
   ptx::wait_for_previous_kernel();
+  // hopper_bwd_dbias needs what that kernel has stored, and SMs.
+  ptx::launch_dependents();
   __syncthreads();
   const int32_t warp = uniform(threadIdx.x / 32);
   if (warp < 4) {

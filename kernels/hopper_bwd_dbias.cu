@@ -1,15 +1,17 @@
 // The gradient of a bias that sequences or heads share, on Hopper up to 128 columns (include/hopper_bwd/dbias.cuh).
-// hopper_bwd_prepare has stored delta and the lse in base 2 before.
+// hopper_bwd_prepare has stored delta and the lse in base 2 before. hopper_bwd, of which this kernel needs nothing, may
+// still run on other SMs. The last CTA waits for its end, so that what follows in the stream finds all gradients.
 //
 // Compiled once for each combination of
 //   XA_DTYPE     f16, bf16
 //   XA_HEAD_DIM  the bucket: D and Dv up to it are padded with zeros in shared memory
 //   XA_BIAS      the type of the bias: 16_bits (that of the operands), f32
-// Launch: a CTA of kThreads threads and kSharedBytes of dynamic shared memory per tile, those of a matrix after each
-// other.
+// Launch: along x the tiles, those of a matrix after each other; along y the CTAs of a tile, a cluster if there are
+// several. A CTA has kThreads threads and kSharedBytes of dynamic shared memory.
 
 #include "element.cuh"
 #include "hopper_bwd/dbias.cuh"
+#include "hopper_bwd/dbias_store.cuh"
 #include "params/hopper_bwd.cuh"
 
 namespace {
@@ -35,14 +37,16 @@ extern "C" __global__ void __launch_bounds__(Shape::kThreads, 1)
   if (warp < 4) {
     ptx::warpgroup_reg_dealloc<24>();
     if (warp == 0) load_dbias_items<Shape>(params, pipeline, tile);
+    if (warp == 1 && blockIdx.x == gridDim.x - 1) ptx::wait_for_previous_kernel();
   } else {
     ptx::warpgroup_reg_alloc<240>();
     DbiasSum<Shape, T> sum(params, pipeline, tile);
     sum.add_items();
-    if (params.dbias_is_f32 != 0) {
-      sum.template store<float>();
+    const DbiasStore<Shape> result(params, pipeline, tile, sum.sums());
+    if (Shape::kHasF32Bias || params.dbias_is_f32 != 0) {
+      result.template store<float>();
     } else {
-      sum.template store<T>();
+      result.template store<T>();
     }
   }
 }

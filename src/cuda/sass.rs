@@ -49,9 +49,8 @@ impl SassCounts {
     fn problems(&self, kernel: &str) -> Vec<String> {
         let Self { wgmmas, tma_loads, cp_asyncs, local, r2urs, waits } = *self;
         let copies = ["hopper_prefill_f32", "hopper_mla"].iter().any(|name| kernel.starts_with(name));
-        let after_all = kernel.starts_with("hopper_bwd_dbias");
         let early = ["hopper_bias", "hopper_bwd", "hopper_fused", "hopper_key_ranges", "hopper_prefill"];
-        let starts_early = !after_all && early.iter().any(|name| kernel.starts_with(name));
+        let starts_early = early.iter().any(|name| kernel.starts_with(name));
         let checks = [
             (wgmmas == 0, "no wgmma".into()),
             (!copies && tma_loads == 0, "no TMA load".into()),

@@ -3,7 +3,9 @@
 // A CTA has a tile of kRows rows and kKeys keys of a matrix of the bias. It visits the sequences and heads that share
 // it in order, the *items*, and sums their dS in registers. A warp loads Q and K, then dO and V of each item into a
 // ring (load_dbias_items); two warpgroups of 64 rows compute S and dP from them (DbiasSum). The bias of the tile is
-// loaded once. Shared memory, with all tiles in swizzle atoms (hopper/swizzle_atom.cuh):
+// loaded once. Where tiles are few, a cluster of n CTAs has a tile: each takes every n-th item, and at the end adds up
+// the sums of all CTAs for some of the rows (dbias_store.cuh). Shared memory, with all tiles in swizzle atoms
+// (hopper/swizzle_atom.cuh):
 //
 //   rows and keys [kStages] | bias | DbiasItem [kItems] | mbarriers
 #pragma once
@@ -12,7 +14,6 @@
 #include <cstdint>
 #include <type_traits>
 
-#include "bwd/dbias_rows.cuh"
 #include "bwd/sequence_at.cuh"
 #include "element.cuh"
 #include "hopper/pipeline.cuh"
@@ -59,6 +60,9 @@ struct DbiasShape : tiles::HopperBwdDbias<kHeadDim_, Bias> {
   static constexpr int kBiasOffset = kStages * kStageBytes, kBiasBoxBytes = kRows * 128;
   static constexpr int kBiasBoxKeys = kHasF32Bias ? 32 : 64, kBiasBoxes = kKeys / kBiasBoxKeys;
   static constexpr int kBiasBytes = kBiasBoxes * kBiasBoxBytes;
+  /// Bytes from row to row of the sums of f32 in the ring, of a cluster of up to eight CTAs.
+  static constexpr int kSumsPitch = kKeys * sizeof(float) + 16;
+  static_assert((kRows + 8 + 4) * kSumsPitch <= kBiasOffset);
   static constexpr int kItemsOffset = kBiasOffset + kBiasBytes, kItemBytes = 64;
   static_assert(sizeof(DbiasItem) <= kItemBytes);
   static constexpr int kBarriersOffset = kItemsOffset + kItems * kItemBytes;
@@ -99,6 +103,9 @@ class DbiasPipeline {
   }
   __device__ __forceinline__ uint32_t keys(int32_t n) const { return rows(n) + Shape::kOperandBytes; }
   __device__ __forceinline__ uint32_t bias() const { return address_ + Shape::kBiasOffset; }
+  __device__ __forceinline__ uint8_t* bias_data() const { return shared_ + Shape::kBiasOffset; }
+  /// Where the sums of a cluster's CTAs are after the last item, in the ring.
+  __device__ __forceinline__ const uint8_t* sums() const { return shared_; }
   /// The item whose Q and K are load `n`.
   __device__ __forceinline__ DbiasItem& item(int32_t n) const {
     return *reinterpret_cast<DbiasItem*>(shared_ + Shape::kItemsOffset + n / 2 % Shape::kItems * Shape::kItemBytes);
@@ -153,30 +160,39 @@ __device__ __forceinline__ void load_dbias_items(const HopperDbiasParams& params
   const int32_t first_head = params.heads == 1 ? 0 : tile.matrix % params.heads;
   const int32_t end_head = params.heads == 1 ? heads : first_head + 1;
   StartMaxima maxima = {0, 0};
-  int32_t scanned = 0;
+  const int32_t num_heads = end_head - first_head, ctas = gridDim.y;
+  QoTile sequence = {};
+  bool attends = false, is_whole = false;
+  int32_t b = first, in_sequence = blockIdx.y, described = -1;
 #pragma unroll 1
-  for (int32_t b = first; b < end; ++b) {
-    const QoTile sequence = sequence_at(forward, b, scanned, maxima);
-    scanned = b;
-    const int32_t queries = min(sequence.len_q - tile.first_row, Shape::kRows);
-    if (queries <= 0) continue;
-    const Visibility visibility(forward, sequence);
-    const KeyRange keys = visible_keys(visibility, tile.first_row, tile.first_row + queries - 1);
-    const int32_t end_key = tile.first_key + Shape::kKeys;
-    if (keys.begin >= min(keys.end, end_key) || keys.end <= tile.first_key) continue;
-    const bool is_whole = queries == Shape::kRows && keys.common_begin <= tile.first_key && keys.common_end >= end_key;
-#pragma unroll 1
-    for (int32_t head = first_head; head < end_head; ++head) {
-      wait_for_stage();
-      if (is_leader) {
-        pipeline.item(count) = {sequence, head, is_whole};
-        load(params.q, params.k, sequence, head);
+  for (;; in_sequence += ctas) {
+    b += in_sequence / num_heads;
+    in_sequence %= num_heads;
+    if (b >= end) break;
+    if (b != described) {
+      sequence = sequence_at(forward, b, max(described, 0), maxima);
+      described = b;
+      const int32_t queries = min(sequence.len_q - tile.first_row, Shape::kRows),
+                    end_key = tile.first_key + Shape::kKeys;
+      attends = queries > 0;
+      if (attends) {
+        const Visibility visibility(forward, sequence);
+        const KeyRange keys = visible_keys(visibility, tile.first_row, tile.first_row + queries - 1);
+        attends = keys.begin < min(keys.end, end_key) && keys.end > tile.first_key;
+        is_whole = queries == Shape::kRows && keys.common_begin <= tile.first_key && keys.common_end >= end_key;
       }
-      count = __shfl_sync(~0u, count, 0);
-      wait_for_stage();
-      if (is_leader) load(params.dout, params.v, sequence, head);
-      count = __shfl_sync(~0u, count, 0);
     }
+    if (!attends) continue;
+    const int32_t head = first_head + in_sequence;
+    wait_for_stage();
+    if (is_leader) {
+      pipeline.item(count) = {sequence, head, is_whole};
+      load(params.q, params.k, sequence, head);
+    }
+    count = __shfl_sync(~0u, count, 0);
+    wait_for_stage();
+    if (is_leader) load(params.dout, params.v, sequence, head);
+    count = __shfl_sync(~0u, count, 0);
   }
   wait_for_stage();
   if (is_leader) {
@@ -184,6 +200,12 @@ __device__ __forceinline__ void load_dbias_items(const HopperDbiasParams& params
     pipeline.full(count).arrive();
   }
   __syncwarp();
+}
+
+/// The first row of the tile of a lane of a compute warp; the other one is 8 further.
+__device__ __forceinline__ int32_t lane_row() {
+  const int32_t thread = xa::ptx::opaque(threadIdx.x) - 128;
+  return thread / 32 * 16 + thread % 32 / 4;
 }
 
 /// The sum of dS of the items of a tile, 64 rows and all of its keys per warpgroup.
@@ -216,31 +238,10 @@ class DbiasSum {
     }
   }
 
-  /// Stores the sums as elements of type E.
-  template <typename E>
-  __device__ __forceinline__ void store() const {
-    const int32_t lane = threadIdx.x % 32;
-#pragma unroll
-    for (int half = 0; half < 2; ++half) {
-      const int32_t row = tile_.first_row + lane_row() + 8 * half;
-      if (row >= params_.rows) continue;
-      const int64_t index = static_cast<int64_t>(tile_.matrix) * params_.rows + row;
-      E* const to = static_cast<E*>(params_.dbias) + index * params_.keys;
-#pragma unroll
-      for (int column = 0; column < kTiles; ++column) {
-        const int32_t key = tile_.first_key + 8 * column + lane % 4 * 2;
-        store_dbias_pair(to, key, params_.keys, make_float2(sums_[column][2 * half], sums_[column][2 * half + 1]));
-      }
-    }
-  }
+  /// `[key / 8]`, each in the layout of the accumulators of wgmma.
+  __device__ __forceinline__ const float (&sums() const)[kTiles][4] { return sums_; }
 
  private:
-  /// This lane's first row of the tile; the other one is 8 further.
-  static __device__ __forceinline__ int32_t lane_row() {
-    const int32_t thread = xa::ptx::opaque(threadIdx.x) - 128;
-    return thread / 32 * 16 + thread % 32 / 4;
-  }
-
   /// Starts `scores` = rows keys^T of load `count`, as one wgmma group.
   __device__ __forceinline__ void start_product(float (&scores)[kTiles][4], int32_t count) const {
     const int32_t warpgroup = uniform(threadIdx.x / 128) - 1;

@@ -5,6 +5,7 @@ use super::deferred::defer_params;
 use super::tensor_maps::TensorMapConfig;
 use super::{Launch, Parameter, bias};
 use crate::cuda::device::Device;
+use crate::cuda::enqueue::LaunchAttributes;
 use crate::cuda::padded_bias::PaddedBias;
 use crate::cuda::params::attention_bwd::BackwardParams;
 use crate::cuda::params::bias::BiasSource;
@@ -40,22 +41,21 @@ pub(super) fn of(problem: &FlashAttnVarlenBwd, bias: &Bias, device: &Device, cop
     ((copies || !loaded.is_copied()) && bias::stored_dbias(problem).is_none_or(supports)).then_some(loaded)
 }
 
-/// Items of a tile of the gradient of a shared bias, a sequence and a head each, from which on few tiles are too few.
-const MANY_ITEMS: usize = 32;
-
-/// Whether the gradient of a bias that sequences or heads share has tiles for less than a third of the SMs, each of many items, and the
-/// portable kernels can sum stored dS instead. On an H200 an item takes about two microseconds of an SM: one matrix for 64 sequences of 200 and
-/// 12 heads of 64, which has four tiles, takes 1738 µs here and 292 by the portable kernels, one for 8 of 1028 and 16 heads, with 81 tiles, 560
-/// and 707.
+/// Whether the gradient of a bias that sequences or heads share has clusters for less than a third of the SMs, each with many items per
+/// CTA, and the portable kernels can sum stored dS instead. On an H200 a CTA computes an item in one and a half to two microseconds: one matrix
+/// for 64 sequences of 200 and 12 heads of 64, which has four tiles, takes 432 µs here and 295 by the portable kernels, one for 16 of 300, with
+/// nine tiles, 155 and 173.
 fn leaves_sms_idle(problem: &FlashAttnVarlenBwd, bias: &Bias, device: &Device) -> bool {
+    /// Items per CTA from which on few clusters are too few.
+    const MANY_ITEMS: usize = 32;
     if problem.dbias.is_none() || bias::stored_dbias(problem).is_some() {
         return false;
     }
-    let Attention { num_q_heads, num_rows, max_seqs, .. } = problem.forward;
+    let Attention { num_q_heads, num_rows, .. } = problem.forward;
     let ds_bytes = score_gradient_bytes(num_q_heads, num_rows, bias.keys);
     let stores_ds = ds_bytes.is_some_and(|bytes| bytes <= problem.workspace_bytes());
-    let items = max_seqs.saturating_mul(num_q_heads) / (bias.seqs * bias.heads).max(1);
-    stores_ds && items > MANY_ITEMS && dbias_ctas(bias).saturating_mul(3) < device.sms as usize
+    let DbiasWork { tiles, items } = DbiasWork::of(problem, bias);
+    stores_ds && items > MANY_ITEMS * MAX_CLUSTER && tiles.saturating_mul(3 * MAX_CLUSTER) < device.sms as usize
 }
 
 /// Bytes of a line of L2.
@@ -111,10 +111,42 @@ const DBIAS_KERNEL: &str = "hopper_bwd_dbias";
 const DBIAS_TILE: i64 = 128;
 const ATOM_COLUMNS: i64 = 64;
 
-/// The CTAs of that kernel: one per tile of a matrix of the bias.
-fn dbias_ctas(bias: &Bias) -> usize {
-    let tiles = |len: usize| len.div_ceil(DBIAS_TILE as usize);
-    (bias.seqs * bias.heads).saturating_mul(tiles(bias.rows)).saturating_mul(tiles(bias.keys))
+/// The most CTAs that share a tile. Of eight CTAs an H200 runs 13 clusters at a time, of six 16.
+const MAX_CLUSTER: usize = 6;
+
+/// What that kernel computes: tiles of all matrices, and in each the items, the sequences and heads that share it.
+#[derive(Clone, Copy)]
+struct DbiasWork {
+    tiles: usize,
+    items: usize,
+}
+
+impl DbiasWork {
+    fn of(problem: &FlashAttnVarlenBwd, bias: &Bias) -> Self {
+        let tiles = |len: usize| len.div_ceil(DBIAS_TILE as usize);
+        let matrices = bias.seqs * bias.heads;
+        let Attention { max_seqs, num_q_heads, .. } = problem.forward;
+        Self {
+            tiles: matrices.saturating_mul(tiles(bias.rows)).saturating_mul(tiles(bias.keys)),
+            items: max_seqs.saturating_mul(num_q_heads) / matrices.max(1),
+        }
+    }
+
+    /// The CTAs of a cluster that share the items of a tile, so that few tiles keep all SMs busy: those with which the last wave of
+    /// clusters ends first.
+    fn ctas_per_tile(self, device: &Device) -> usize {
+        /// SMs of a GPC, which clusters do not leave.
+        const GPC_SMS: usize = 16;
+        /// What a CTA takes besides, alone and in a cluster, in items.
+        const STARTS: [usize; 2] = [2, 6];
+        let sms = device.sms as usize;
+        let time = |ctas: &usize| {
+            let (at_a_time, start) =
+                if *ctas == 1 { (sms, STARTS[0]) } else { (sms / GPC_SMS * (GPC_SMS / ctas), STARTS[1]) };
+            self.tiles.div_ceil(at_a_time.max(1)).saturating_mul(self.items.div_ceil(*ctas) + start)
+        };
+        (1..=MAX_CLUSTER).min_by_key(time).unwrap_or(1)
+    }
 }
 
 /// The launch that computes the gradient of a bias that sequences or heads share, after `hopper_bwd_prepare`, which stores
@@ -132,7 +164,7 @@ fn dbias_launch<'p>(
         .iter()
         .find(|tile| tile.head_dim as usize >= dim && tile.bias == of_type)
         .ok_or_else(|| Error::internal(format!("{DBIAS_KERNEL} is not built for head dimension {dim}")))?;
-    let ctas = dbias_ctas(&bias);
+    let work = DbiasWork::of(problem, &bias);
     let dtype = problem.forward.q.dtype;
     let variant = variants::find(DBIAS_KERNEL, &[variants::dtype_value(dtype), tile.head_dim_value, of_type])?;
     let parameter = defer_params(move || {
@@ -155,5 +187,12 @@ fn dbias_launch<'p>(
             reserved: 0,
         })
     });
-    bias::launch(DBIAS_KERNEL, variant, ctas, [tile.threads, tile.shared_bytes], Parameter::HopperDbias(parameter))
+    let resources = [tile.threads, tile.shared_bytes];
+    let launch = bias::launch(DBIAS_KERNEL, variant, work.tiles, resources, Parameter::HopperDbias(parameter))?;
+    let cluster = work.ctas_per_tile(&device) as u32;
+    // `hopper_bwd` lets it start when `hopper_bwd_prepare` has ended.
+    Ok(launch.map(|mut launch| {
+        launch.config.grid[1] = cluster;
+        Launch { attributes: LaunchAttributes { cluster, starts_early: true }, ..launch }
+    }))
 }

@@ -134,18 +134,25 @@ fn a_bias_whose_rows_tma_does_not_load_is_copied() {
     }
 }
 
-/// On 132 SMs: four tiles of 28 items, 16 of 30, and four of 120.
+/// On 132 SMs: four tiles of 192 items, 16 of 49, four of 196, and one per SM. Heads are four.
 #[test]
-fn few_tiles_of_a_shared_bias_with_many_items_are_left_to_the_portable_kernels() {
-    let takes = |heads, seqs| {
+fn few_tiles_of_a_shared_bias_have_clusters_or_are_left_to_the_portable_kernels() {
+    let cluster_of = |heads, seqs, len| {
         let mut problem = gradients(64);
-        let bias = Some(Bias { data: null(), dtype: DType::BF16, seqs: 1, heads, rows: 200, keys: 200 });
+        let bias = Some(Bias { data: null(), dtype: DType::BF16, seqs: 1, heads, rows: len, keys: len });
         let forward = problem.forward;
         problem.forward = Attention { max_seqs: seqs, score: Score { bias, ..forward.score }, ..forward };
         problem.dbias = Some(Tensor::dense(DType::BF16, null_mut(), &[]));
-        HopperBackward::of(&problem, &Device { sms: 132, ..device(true) }).is_some()
+        let device = Device { sms: 132, ..device(true) };
+        let launches = HopperBackward::of(&problem, &device)?.launches(&problem, device).expect("there are kernels");
+        let dbias = launches.last().expect("there is one for dbias");
+        assert_eq!((dbias.kernel, dbias.config.grid[1]), ("hopper_bwd_dbias", dbias.attributes.cluster));
+        Some(dbias.attributes.cluster)
     };
-    assert!(takes(1, 7) && takes(4, 30) && !takes(1, 30));
+    assert_eq!(cluster_of(1, 48, 200), Some(6));
+    assert_eq!(cluster_of(4, 49, 200), Some(6));
+    assert_eq!(cluster_of(1, 49, 200), None);
+    assert_eq!(cluster_of(1, 49, 1400), Some(1));
 }
 
 #[test]
