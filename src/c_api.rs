@@ -368,8 +368,8 @@ pub unsafe extern "C" fn xa_workspace(
 /// rows of the bias, Sq for each of its sequences and heads. Both are 0 where no kernel copies the bias or stores dS.
 ///
 /// `bias_dtype` is XLA's number of its element type, q's or f32; `is_shared` is whether sequences or heads share it, `is_masked` whether the
-/// call has a causal mask or a window, `has_gradient` whether it has the gradient of the bias, and `num_rows` are its query rows (Tq), 0 if
-/// they are not known; the other parameters are those of [`xa_workspace`].
+/// call has a causal mask or a window, `has_gradient` whether it has the gradient of the bias, and `num_rows` are its query rows (Tq) and
+/// `num_bias_rows` those R rows, each 0 if it is not known; the other parameters are those of [`xa_workspace`].
 ///
 /// # Safety
 /// `c` has room for two numbers.
@@ -387,13 +387,14 @@ pub unsafe extern "C" fn xa_bias_workspace(
     is_masked: bool,
     has_gradient: bool,
     num_rows: i64,
+    num_bias_rows: i64,
     c: *mut [i64; 2],
 ) {
     let coefficients = or_failure([0; 2], || {
         let (num_kv_heads, dtype) = (1, DType(dtype));
         let sizes = AttentionSizes { num_q_heads, num_kv_heads, head_dim, value_dim, dtype, batch_invariant };
-        let (keys, rows) = (num_keys, num_rows);
-        let bias = BiasSizes { keys, dtype: DType(bias_dtype), is_shared, is_masked, has_gradient, rows };
+        let (keys, rows, bias_rows) = (num_keys, num_rows, num_bias_rows);
+        let bias = BiasSizes { keys, dtype: DType(bias_dtype), is_shared, is_masked, has_gradient, rows, bias_rows };
         let size = Op::from_number(op).map(|op| sizes.bias_workspace(op, bias));
         size.map_or([0; 2], |size| [size.fixed, size.per_bias_row])
     });

@@ -152,7 +152,8 @@ def library() -> ctypes.CDLL:
     lib.xa_workspace.restype = None
     bias_coefficients = ctypes.POINTER(ctypes.c_int64 * 2)
     sizes = [ctypes.c_int64] * 3
-    options = [ctypes.c_int64, ctypes.c_int32, ctypes.c_bool, ctypes.c_bool, ctypes.c_bool, ctypes.c_int64]
+    rows = [ctypes.c_int64] * 2
+    options = [ctypes.c_int64, ctypes.c_int32, ctypes.c_bool, ctypes.c_bool, ctypes.c_bool, *rows]
     lib.xa_bias_workspace.argtypes = [
         *(ctypes.c_int32, *sizes, ctypes.c_int32, ctypes.c_bool, *options),
         bias_coefficients,
@@ -372,10 +373,12 @@ def workspace(
         is_shared = not (bias.shape[0] == sequences and bias.shape[1] == q_heads)
         static = (target, q_heads, head_dim, value_dim, dtype, batch_invariant)
         of_bias = (bias.shape[3], "float32" if bias.is_f32 else dtype, is_shared, bias.is_masked, bias.has_gradient)
-        fixed, per_bias_row = _bias_coefficients(*static, *of_bias, rows if isinstance(rows, int) else 0)
+        bias_rows = bias.shape[0] * bias.shape[1] * bias.shape[2]
+        known_rows = (count if isinstance(count, int) else 0 for count in (rows, bias_rows))
+        fixed, per_bias_row = _bias_coefficients(*static, *of_bias, *known_rows)
         size += fixed
         if per_bias_row > 0:
-            size += per_bias_row * (bias.shape[0] * bias.shape[1] * bias.shape[2])
+            size += per_bias_row * bias_rows
     return size
 
 
@@ -424,9 +427,10 @@ def _bias_coefficients(
     is_masked: bool,
     has_gradient: bool,
     rows: int,
+    bias_rows: int,
 ) -> tuple[int, int]:
     coefficients, lib = (ctypes.c_int64 * 2)(), library()
-    options = (_dtype_number(bias_dtype), is_shared, is_masked, has_gradient, rows)
+    options = (_dtype_number(bias_dtype), is_shared, is_masked, has_gradient, rows, bias_rows)
     sizes = (q_heads, head_dim, value_dim, _dtype_number(dtype), batch_invariant, keys, *options)
     lib.xa_bias_workspace(lib.xa_op(target.encode()), *sizes, ctypes.byref(coefficients))
     return tuple(coefficients)

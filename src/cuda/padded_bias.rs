@@ -59,7 +59,8 @@ impl Bias {
         self.keys.saturating_mul(self.dtype.size()) / COPIED_BYTES
     }
 
-    fn all_rows(&self) -> usize {
+    /// Rows of all matrices.
+    pub(super) fn all_rows(&self) -> usize {
         self.seqs.saturating_mul(self.heads).saturating_mul(self.rows)
     }
 

@@ -81,6 +81,8 @@ pub struct BiasSizes {
     pub has_gradient: bool,
     /// Query rows, Tq; 0 if it is not known.
     pub rows: i64,
+    /// Its own rows, Sq for each of its sequences and heads; 0 if they are not known.
+    pub bias_rows: i64,
 }
 
 /// Whether a forward call with up to `columns` columns per head copies a bias for the kernel that loads it by TMA. Up to 128 columns there
@@ -94,11 +96,12 @@ pub(crate) const MAX_OWN_F32_COLUMNS: i64 = 128;
 
 /// Whether Hopper's gradients up to 128 columns copy a bias of rows that TMA does not load. The gradient of each pair's own bias is copied
 /// back, so that the portable kernels, which store it where it belongs, are faster at D 64, and under a causal mask. Of f32 a copy is worth it
-/// if many sequences use it, which the rows tell.
-pub(crate) fn gradients_copy_bias(columns: i64, bias: &BiasSizes) -> bool {
+/// if enough sequences and heads share each row.
+pub(crate) fn gradients_copy_bias(columns: i64, num_q_heads: i64, bias: &BiasSizes) -> bool {
     if bias.dtype == DType::F32 {
-        let sequences = if bias.has_gradient { 8 } else { 4 };
-        return bias.is_shared && bias.rows >= bias.keys.saturating_mul(sequences);
+        let uses = if bias.has_gradient && bias.is_masked { 8 } else { 4 };
+        let uses_of_all_rows = num_q_heads.saturating_mul(bias.rows);
+        return bias.is_shared && bias.bias_rows > 0 && uses_of_all_rows >= bias.bias_rows.saturating_mul(uses);
     }
     bias.is_shared || !bias.has_gradient || (columns > 64 && !bias.is_masked)
 }
@@ -158,7 +161,7 @@ impl AttentionSizes {
     /// let (num_q_heads, num_kv_heads, head_dim, value_dim) = (12, 12, 64, 64);
     /// let dtype = DType::BF16;
     /// let sizes = AttentionSizes { num_q_heads, num_kv_heads, head_dim, value_dim, dtype, batch_invariant: false };
-    /// let bias = BiasSizes { keys: 197, dtype, is_shared: true, is_masked: false, has_gradient: false, rows: 2 * 197 };
+    /// let bias = BiasSizes { keys: 197, dtype, is_shared: true, is_masked: false, has_gradient: false, rows: 2 * 197, bias_rows: 197 };
     /// assert_eq!(sizes.bias_workspace(Op::FlashAttnVarlen, bias).per_bias_row, 400);
     /// assert_eq!(sizes.bias_workspace(Op::FlashAttnVarlen, BiasSizes { keys: 200, ..bias }).per_bias_row, 0);
     /// ```
@@ -176,7 +179,7 @@ impl AttentionSizes {
             Op::FlashAttnVarlenBwd => {
                 let is_gradient = has_gradient && !is_shared && columns <= MAX_OWN_F32_COLUMNS;
                 let sums_ds = if has_type_of_q { has_gradient && is_shared } else { !is_gradient };
-                let copies = gradients_copy_bias(columns, &bias);
+                let copies = gradients_copy_bias(columns, self.num_q_heads, &bias);
                 [if copies { 128 } else { 0 }, if sums_ds { MAX_HEAD_DIM } else { 0 }]
             }
             Op::FlashAttnVarlen

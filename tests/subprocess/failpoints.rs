@@ -124,7 +124,7 @@ fn functions_without_an_error_return_their_failure_value() {
         let mut c = [-1; 2];
         // SAFETY: `c` has room for two numbers.
         unsafe {
-            xla_attention::xa_bias_workspace(4, 8, 128, 128, 16, false, 77, 16, true, false, false, 0, &raw mut c);
+            xla_attention::xa_bias_workspace(4, 8, 128, 128, 16, false, 77, 16, true, false, false, 0, 0, &raw mut c);
         }
         c
     };

@@ -207,8 +207,8 @@ void xa_workspace(int32_t op,
 // rows of the bias, Sq for each of its sequences and heads. Both are 0 where no kernel copies the bias or stores dS.
 //
 // `bias_dtype` is XLA's number of its element type, q's or f32; `is_shared` is whether sequences or heads share it, `is_masked` whether the
-// call has a causal mask or a window, `has_gradient` whether it has the gradient of the bias, and `num_rows` are its query rows (Tq), 0 if
-// they are not known; the other parameters are those of `xa_workspace`.
+// call has a causal mask or a window, `has_gradient` whether it has the gradient of the bias, and `num_rows` are its query rows (Tq) and
+// `num_bias_rows` those R rows, each 0 if it is not known; the other parameters are those of `xa_workspace`.
 //
 // # Safety
 // `c` has room for two numbers.
@@ -224,6 +224,7 @@ void xa_bias_workspace(int32_t op,
                        bool is_masked,
                        bool has_gradient,
                        int64_t num_rows,
+                       int64_t num_bias_rows,
                        int64_t (*c)[2]);
 
 // The contents of this build as JSON: `version`, `xla_ffi` (the version of `xa_targets`), `handler_sets` (all versions,

@@ -120,8 +120,15 @@ mod tests {
         batch_invariant: false,
     };
 
-    const OWN: BiasSizes =
-        BiasSizes { keys: 77, dtype: DType::BF16, is_shared: false, is_masked: false, has_gradient: false, rows: 0 };
+    const OWN: BiasSizes = BiasSizes {
+        keys: 77,
+        dtype: DType::BF16,
+        is_shared: false,
+        is_masked: false,
+        has_gradient: false,
+        rows: 0,
+        bias_rows: 0,
+    };
 
     /// The problem with a bias that all heads share.
     fn biased(problem: &Attention<'static>, dtype: DType) -> Attention<'static> {

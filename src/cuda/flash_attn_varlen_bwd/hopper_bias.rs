@@ -35,8 +35,10 @@ pub(super) fn of(problem: &FlashAttnVarlenBwd, bias: &Bias, device: &Device, cop
         is_masked: forward.score.is_masked(),
         has_gradient: problem.dbias.is_some(),
         rows: forward.num_rows as i64,
+        bias_rows: bias.all_rows() as i64,
     };
-    let copies = gradients_copy_bias(forward.head_dim.max(forward.value_dim) as i64, &sizes);
+    let columns = forward.head_dim.max(forward.value_dim) as i64;
+    let copies = gradients_copy_bias(columns, forward.num_q_heads as i64, &sizes);
     let supports = |dbias| loaded.supports_gradient(&dbias);
     ((copies || !loaded.is_copied()) && bias::stored_dbias(problem).is_none_or(supports)).then_some(loaded)
 }

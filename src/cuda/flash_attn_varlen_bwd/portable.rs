@@ -373,7 +373,8 @@ mod tests {
             let (plain, keys) = (sizes.gradients_workspace(), bias.keys as i64);
             let is_shared = bias.is_shared(forward.max_seqs, forward.num_q_heads);
             let dtype = bias.dtype;
-            let of_bias = BiasSizes { keys, dtype, is_shared, is_masked: false, has_gradient: true, rows };
+            let of_bias =
+                BiasSizes { keys, dtype, is_shared, is_masked: false, has_gradient: true, rows, bias_rows: 0 };
             let more = sizes.bias_workspace(Op::FlashAttnVarlenBwd, of_bias);
             let bias_rows = (bias.seqs * bias.heads * bias.rows) as i64;
             plain.fixed + plain.per_row * rows + plain.per_sequence * 7 + more.fixed + more.per_bias_row * bias_rows

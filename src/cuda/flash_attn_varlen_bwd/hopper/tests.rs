@@ -93,9 +93,9 @@ fn the_kernels_take_what_they_are_built_for() {
 
 #[test]
 fn a_bias_whose_rows_tma_does_not_load_is_copied() {
-    let kernels_of_type = |of_bias, head_dim, window_right, keys, seqs, dtype| {
+    let kernels_with_rows = |of_bias, head_dim, window_right, [rows, keys]: [usize; 2], seqs, dtype| {
         let mut problem = gradients(head_dim);
-        let bias = Some(Bias { data: null(), dtype: of_bias, seqs, heads: 4, rows: 9, keys });
+        let bias = Some(Bias { data: null(), dtype: of_bias, seqs, heads: 4, rows, keys });
         problem.forward.score = Score { window_right, bias, ..problem.forward.score };
         problem.dbias = Some(Tensor::dense(dtype, null_mut(), &[]));
         let launches = HopperBackward::of(&problem, &device(true)).map(|of| of.launches(&problem, device(true)));
@@ -103,7 +103,7 @@ fn a_bias_whose_rows_tma_does_not_load_is_copied() {
         launches.iter().map(|launch| launch.kernel).collect::<Vec<_>>()
     };
     let kernels_of = |head_dim, window_right, keys, seqs, dtype| {
-        kernels_of_type(DType::BF16, head_dim, window_right, keys, seqs, dtype)
+        kernels_with_rows(DType::BF16, head_dim, window_right, [9, keys], seqs, dtype)
     };
     let kernels = |keys, seqs, dtype| kernels_of(128, -1, keys, seqs, dtype);
     let (copy, both) = ("copy_bias_rows", ["hopper_bwd_prepare", "hopper_bwd"]);
@@ -111,8 +111,8 @@ fn a_bias_whose_rows_tma_does_not_load_is_copied() {
     assert_eq!(kernels(17, 7, DType::BF16), stored);
     assert_eq!(kernels(16, 7, DType::BF16), both);
     assert_eq!(kernels(17, 7, DType::F32), [""; 0]);
+    let summed = [copy, both[0], both[1], "hopper_bwd_dbias"];
     for dtype in [DType::BF16, DType::F32] {
-        let summed = [copy, both[0], both[1], "hopper_bwd_dbias"];
         assert_eq!(kernels(20, 1, dtype), summed);
         assert_eq!(kernels(24, 1, dtype), summed[1..]);
     }
@@ -122,15 +122,19 @@ fn a_bias_whose_rows_tma_does_not_load_is_copied() {
         assert_eq!(kernels_of(head_dim, window_right, 16, 7, DType::BF16), both);
         assert_eq!(kernels_of(head_dim, window_right, 17, 1, DType::BF16)[0], copy);
     }
-    // Of f32 only one that many sequences share is copied.
+    // Of f32 only one whose 1000 query rows of four heads share each row at least 4 times, under a mask 8 times, is copied.
     for head_dim in [64, 96, 128] {
-        let wide = |keys, seqs, dtype| kernels_of_type(DType::F32, head_dim, -1, keys, seqs, dtype);
+        let wide = |keys, seqs, dtype| kernels_with_rows(DType::F32, head_dim, -1, [9, keys], seqs, dtype);
         assert_eq!(wide(20, 7, DType::F32), both);
         assert_eq!(wide(20, 7, DType::BF16), [""; 0]);
         assert_eq!(wide(18, 7, DType::F32), [""; 0]);
-        assert_eq!(wide(18, 1, DType::F32), [copy, both[0], both[1], "hopper_bwd_dbias"]);
-        assert_eq!(wide(126, 1, DType::F32), [""; 0]);
-        assert_eq!(wide(20, 1, DType::F32), [both[0], both[1], "hopper_bwd_dbias"]);
+        assert_eq!(wide(18, 1, DType::F32), summed);
+        assert_eq!(wide(20, 1, DType::F32), summed[1..]);
+        for (window_right, rows) in [(-1, 250), (0, 125)] {
+            let of_rows = |rows| kernels_with_rows(DType::F32, head_dim, window_right, [rows, 18], 1, DType::F32);
+            assert_eq!(of_rows(rows), summed);
+            assert_eq!(of_rows(rows + 1), [""; 0]);
+        }
     }
 }
 
@@ -251,9 +255,18 @@ fn what_the_front_ends_allocate_is_enough() {
                         let copied = Bias { data: null(), dtype, seqs, heads, rows, keys: 1001 };
                         let bytes = Some(PaddedBias::copied_bytes(&copied, dtype));
                         let (keys, is_masked, has_gradient) = (1001, true, false);
-                        let bias = BiasSizes { keys, dtype, is_shared, is_masked, has_gradient, rows: 4 * keys };
+                        let bias_rows = (seqs * heads * rows) as i64;
+                        let sizes_of_bias = BiasSizes {
+                            keys,
+                            dtype,
+                            is_shared,
+                            is_masked,
+                            has_gradient,
+                            rows: 8 * bias_rows,
+                            bias_rows,
+                        };
                         // And 256 bytes of what is fixed, beside dS.
-                        let per_bias_row = sizes.bias_workspace(Op::FlashAttnVarlenBwd, bias).per_bias_row;
+                        let per_bias_row = sizes.bias_workspace(Op::FlashAttnVarlenBwd, sizes_of_bias).per_bias_row;
                         let copy_bytes = 256 + per_bias_row * (seqs * heads * rows) as i64;
                         (LayoutOptions { bias_bytes: bytes, ..LayoutOptions::default() }, copy_bytes)
                     });
