@@ -1,6 +1,6 @@
-// Stores zeros to the gradient of a bias wherever no row attends to the key, before attention_bwd_dkdv,
-// which stores the other elements, among blocks of which it stores zeros once more. attention_bwd_dq stores all of the
-// rows that attend to some keys (dq_stores_dbias), so before it only the other rows are cleared.
+// Stores zeros to the gradient of a bias wherever no row attends to the key, before attention_bwd_dkdv, which stores
+// the other elements, among blocks of which it stores zeros once more. attention_bwd_dq stores all of the rows that
+// attend to some keys (dq_stores_dbias), so before it only the other rows are cleared.
 //
 // Launch: kDbiasThreads threads, a CTA per kDbiasRows rows, sequence and head of the bias. The rows of a CTA are a
 // number of blocks apart: under a causal mask the first rows have the most to clear, and all CTAs run at the same time.

@@ -24,8 +24,7 @@ pub(super) struct LaunchAttributes {
     /// CTAs of a cluster, adjacent along the grid's y, which it divides; 1 is a kernel without clusters.
     pub(super) cluster: u32,
     /// Programmatic dependent launch: the kernel may start while the kernel before it in the stream still runs. It executes
-    /// `griddepcontrol.wait` before it reads what that kernel writes, and before it writes what that kernel reads or writes, and before it
-    /// ends.
+    /// `griddepcontrol.wait` before it reads what that kernel writes, before it writes what that kernel reads or writes, and before it ends.
     pub(super) starts_early: bool,
 }
 

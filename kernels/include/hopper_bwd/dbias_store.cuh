@@ -39,8 +39,8 @@ class DbiasStore {
   /// Stores the sums of all CTAs of the tile as elements of type E.
   template <typename E>
   __device__ __forceinline__ void store() const {
-    const uint64_t row_bytes = static_cast<uint64_t>(params_.keys) * sizeof(E);
-    const uint64_t misaligned = (reinterpret_cast<uintptr_t>(params_.dbias) | row_bytes) % 16;
+    // The gradient begins at a multiple of 16 bytes.
+    const uint32_t misaligned = static_cast<uint32_t>(params_.keys) * sizeof(E) % 16;
     if (gridDim.y > 1) exchange_sums();
     if (gridDim.y == 1 && sizeof(E) == sizeof(float) && misaligned % sizeof(float2) == 0) {
       store_pairs<E>();

@@ -6,7 +6,6 @@
 
 use super::sum_grid::SumGrid;
 use super::{Launch, Parameter};
-use crate::cuda::attention::params::check_dense;
 use crate::cuda::attention::tiles::transforms_logits;
 use crate::cuda::device::Device;
 use crate::cuda::enqueue::LaunchConfig;
@@ -56,9 +55,6 @@ pub(super) fn params(
     device: &Device,
 ) -> Result<BiasBackwardParams> {
     let q_bytes = problem.forward.q.dtype.size();
-    if let Some(dbias) = &problem.dbias {
-        check_dense("dbias", dbias.data, dbias.dtype.size())?;
-    }
     let sum_grid = SumGrid::of(&problem.forward, bias, device);
     let tiles_per_cta = if ds.are_stored() {
         sum_grid.tiles_per_cta

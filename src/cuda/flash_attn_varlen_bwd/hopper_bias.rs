@@ -195,6 +195,7 @@ fn dbias_launch<'p>(
     // `hopper_bwd` lets it start when `hopper_bwd_prepare` has ended.
     Ok(launch.map(|mut launch| {
         launch.config.grid[1] = cluster;
-        Launch { attributes: LaunchAttributes { cluster, starts_early: true }, ..launch }
+        launch.attributes = LaunchAttributes { cluster, starts_early: true };
+        launch
     }))
 }

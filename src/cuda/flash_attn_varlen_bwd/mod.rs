@@ -17,7 +17,7 @@ mod score_gradients;
 mod sum_grid;
 mod tensor_maps;
 
-use super::attention::params::check_rows;
+use super::attention::params::{check_dense, check_rows};
 use super::device::Device;
 use super::enqueue::LaunchConfig;
 use super::kernel_launch;
@@ -112,6 +112,9 @@ type Strategy = for<'p> fn(&'p FlashAttnVarlenBwd, Device) -> Result<Option<Vec<
 const STRATEGIES: [Strategy; 3] = [hopper::launches, hopper_wide::launches, portable::launches];
 
 fn launches<'p>(problem: &'p FlashAttnVarlenBwd) -> Result<Vec<Launch<'p>>> {
+    if let Some(dbias) = &problem.dbias {
+        check_dense("dbias", dbias.data, dbias.dtype.size())?;
+    }
     let device = Device::current()?;
     for strategy in STRATEGIES {
         if let Some(launches) = strategy(problem, device)? {

@@ -372,11 +372,9 @@ mod tests {
                 AttentionSizes { num_q_heads, num_kv_heads, head_dim, value_dim, dtype, batch_invariant: false };
             let (plain, keys) = (sizes.gradients_workspace(), bias.keys as i64);
             let is_shared = bias.is_shared(forward.max_seqs, forward.num_q_heads);
-            let dtype = bias.dtype;
-            let of_bias =
-                BiasSizes { keys, dtype, is_shared, is_masked: false, has_gradient: true, rows, bias_rows: 0 };
+            let (dtype, bias_rows) = (bias.dtype, bias.all_rows() as i64);
+            let of_bias = BiasSizes { keys, dtype, is_shared, is_masked: false, has_gradient: true, rows, bias_rows };
             let more = sizes.bias_workspace(Op::FlashAttnVarlenBwd, of_bias);
-            let bias_rows = (bias.seqs * bias.heads * bias.rows) as i64;
             plain.fixed + plain.per_row * rows + plain.per_sequence * 7 + more.fixed + more.per_bias_row * bias_rows
         }
         // With the tiles of dQ, dK and dV for GPUs of 99 KB, and with the large ones.

@@ -138,7 +138,15 @@ fn a_bias_whose_rows_tma_does_not_load_is_copied() {
     }
 }
 
-/// On 132 SMs: four tiles of 192 items, 16 of 49, four of 196, and one per SM. Heads are four.
+#[test]
+fn a_gradient_of_a_bias_at_no_multiple_of_16_bytes_is_refused() {
+    let mut problem = gradients(64);
+    problem.dbias = Some(Tensor::dense(DType::BF16, std::ptr::without_provenance_mut(0x1008), &[]));
+    let refusal = super::super::launches(&problem).err().expect("the gradient is misaligned");
+    assert!(refusal.message.ends_with("expected multiples of 16 bytes for both"), "{}", refusal.message);
+}
+
+/// On 132 SMs: four tiles of 192 items, 16 of 49, four of 196, and 121. Heads are four.
 #[test]
 fn few_tiles_of_a_shared_bias_have_clusters_or_are_left_to_the_portable_kernels() {
     let cluster_of = |heads, seqs, len| {
