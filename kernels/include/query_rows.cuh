@@ -42,18 +42,9 @@ struct QueryScale {
   float factor;
   float inverse;
 
-  /// A lane has eight columns of the row in each of `x`; the lanes of the warp have all of them together.
-  template <int kCount>
-  explicit __device__ __forceinline__ QueryScale(const uint4 (&x)[kCount]) {
-    uint32_t largest = 0;
-#pragma unroll
-    for (int i = 0; i < kCount; ++i) {
-#pragma unroll
-      for (const uint32_t pair : {x[i].x, x[i].y, x[i].z, x[i].w}) {
-        largest = max(largest, max(pair & 0x7fffu, pair >> 16 & 0x7fffu));
-      }
-    }
-    const int32_t exponent = __reduce_max_sync(~0u, static_cast<int32_t>(largest)) >> 7;
+  /// `largest`: the largest number of the row without its sign, as bits.
+  explicit __device__ __forceinline__ QueryScale(int32_t largest) {
+    const int32_t exponent = largest >> 7;
     // At most 2^126, so rows of zeros or subnormal numbers stay small; rows with an infinity or NaN are left as they
     // are.
     const int32_t shift = exponent == 255 ? 0 : min(127 + 14 - exponent, 126);
@@ -70,7 +61,15 @@ struct QueryScale {
 template <int kCount>
 __device__ __forceinline__ float convert_row(const AttentionParams& params, uint4 (&x)[kCount]) {
   if (params.q_type != QueryType::Bf16) return 1.0f;
-  const QueryScale scale(x);
+  uint32_t largest = 0;
+#pragma unroll
+  for (int i = 0; i < kCount; ++i) {
+#pragma unroll
+    for (const uint32_t pair : {x[i].x, x[i].y, x[i].z, x[i].w}) {
+      largest = max(largest, max(pair & 0x7fffu, pair >> 16 & 0x7fffu));
+    }
+  }
+  const QueryScale scale(__reduce_max_sync(~0u, static_cast<int32_t>(largest)));
 #pragma unroll
   for (uint4& part : x) {
     part = make_uint4(scale.apply(part.x), scale.apply(part.y), scale.apply(part.z), scale.apply(part.w));

@@ -184,15 +184,19 @@ class WorkPartitioner {
   template <typename Sum>
   __device__ __forceinline__ PrefixSum<Sum> prefix_sum(Sum mine, bool flag) {
     constexpr int kWarps = kThreads / 32;
-    static_assert(kWarps <= 12, "WorkRange::warp_totals");
+    constexpr int kScratch = sizeof(WorkRange::warp_totals) / sizeof(int64_t);
+    constexpr bool kHasTwoBuffers = 2 * kWarps <= kScratch;
+    static_assert(kWarps <= kScratch);
     const int warp = threadIdx.x / 32;
     const Sum inclusive = sum_up_to_this_lane(mine);
     if (has_one_warp()) {
       __syncwarp();  // what this round has written to `range_`
       return PrefixSum<Sum>{inclusive - mine, __shfl_sync(~0u, inclusive, 31), __all_sync(~0u, flag) != 0};
     }
-    int64_t* const totals = range_.warp_totals[parity_];
+    int64_t* const totals = range_.warp_totals[kHasTwoBuffers ? parity_ : 0];
     parity_ ^= 1;
+    // All warps have read the totals of the round before.
+    if constexpr (!kHasTwoBuffers) __syncthreads();
     if (threadIdx.x % 32 == 31) totals[warp] = inclusive;
     PrefixSum<Sum> sum = {inclusive - mine, 0, __syncthreads_and(flag) != 0};
 #pragma unroll

@@ -37,7 +37,9 @@ EMULATOR_FILES = {
         "tensor_map.h",
     )
 }
-EMULATOR_FILES |= {f"hopper_{name}": f"hopper/{name}" for name in ("ptx.cuh", "cluster_ptx.cuh", "wgmma.cuh")}
+EMULATOR_FILES |= {
+    f"hopper_{name}": f"hopper/{name}" for name in ("ptx.cuh", "cluster_ptx.cuh", "packed_ptx.cuh", "wgmma.cuh")
+}
 EMULATOR_FILES |= {"bwd_ptx_extra.cuh": "bwd/ptx_extra.cuh"}
 EMULATOR_FILES |= {f"hopper_bwd_{name}": f"hopper_bwd/{name}" for name in ("ptx.cuh", "products.cuh")}
 EMULATOR_FILES |= {"hopper_mla_fp8_ptx.cuh": "hopper_mla_fp8/ptx.cuh"}

@@ -3,8 +3,8 @@
 
 use crate::attention::metadata::corrupt;
 use crate::support::{
-    AttentionCase, BF16, BatchSpec, Dtypes, F16, InvalidMetadata, KvLayout, Mask, MemoryLayout, ReferenceCase,
-    ScaleKind, assert_named_matches_reference,
+    AttentionCase, BF16, BatchSpec, Dtypes, F8E4M3FN, F8E5M2, F16, InvalidMetadata, KvLayout, Mask, MemoryLayout,
+    ReferenceCase, ScaleKind, assert_named_matches_reference,
 };
 
 /// Room for the partials of every CTA of an H200.
@@ -17,6 +17,9 @@ const LENGTHS: [&[(usize, usize)]; 4] = [
     &[(4, 900), (4, 901), (4, 1023), (4, 1024), (4, 1025), (2, 0)],
     &[(70, 1800), (1, 1), (1, 2500)],
 ];
+
+/// More sequences than a warp has lanes, so that all warps plan.
+const MANY: [(usize, usize); 40] = [(3, 150); 40];
 
 const MASKS: [Mask; 4] = [Mask::CAUSAL, Mask::FULL, Mask { window_left: 333, ..Mask::CAUSAL }, Mask::window(700, 2)];
 
@@ -62,6 +65,41 @@ fn few_queries_over_many_keys_agree_with_the_reference() {
     }
 }
 
+/// The same over pages of 8 bits, with scales of q and K too.
+#[test]
+fn few_queries_over_8_bit_pages_agree_with_the_reference() {
+    let dtypes = [
+        Dtypes::over(BF16, F8E4M3FN),
+        Dtypes::over(F16, F8E5M2),
+        Dtypes::wide(BF16, F8E4M3FN),
+        Dtypes::over(F16, F8E4M3FN),
+    ];
+    let scales = [ScaleKind::None, ScaleKind::PerTensor, ScaleKind::PerHead];
+    for seed in 0..12_usize {
+        let spec = BatchSpec {
+            dtypes: dtypes[seed % 4],
+            heads: [(8, 2), (7, 1), (12, 2), (16, 1), (4, 4)][seed % 5],
+            head_dim: [128, 64, 256][seed % 3],
+            mask: MASKS[seed % 4],
+            lengths: if seed < 3 { MANY.to_vec() } else { LENGTHS[seed / 3 % 4].to_vec() },
+            leftpad: seed % 3 == 0,
+            sinks: seed % 2 == 0,
+            scales: [scales[seed % 3], scales[seed / 2 % 3], scales[seed / 4 % 3]],
+            seed: seed as u64,
+            ..BatchSpec::default()
+        };
+        let layout = MemoryLayout {
+            rows_around: (3, 5),
+            seqused_q: seed % 5 == 1,
+            workspace: Some(if seed % 6 == 4 { 1_000_000 } else { WORKSPACE }),
+            seed: seed as u64,
+            ..MemoryLayout::paged(KvLayout::PAGED[seed / 2 % 4], [16, 24, 8, 128][seed / 3 % 4])
+        };
+        let name = format!("{seed}: {spec:?}");
+        assert_named_matches_reference(&name, &mut AttentionCase::flash(&spec.batch(), &layout));
+    }
+}
+
 #[test]
 fn hostile_metadata_does_not_affect_valid_sequences() {
     for seed in 0..32 {
@@ -83,7 +121,7 @@ fn hostile_metadata_does_not_affect_valid_sequences() {
 
 #[cfg(feature = "cuda")]
 mod on_their_own_gpu {
-    use super::{AttentionCase, BF16, BatchSpec, F16, KvLayout, Mask, MemoryLayout, WORKSPACE};
+    use super::{AttentionCase, BF16, BatchSpec, Dtypes, F8E4M3FN, F16, KvLayout, Mask, MemoryLayout, WORKSPACE};
     use crate::support::device::Gpu;
 
     /// Short, with a call of every variant: the slower tools of compute-sanitizer run it (tests/gpu/run.py).
@@ -110,6 +148,19 @@ mod on_their_own_gpu {
                         .assert_logs(&gpu, &[&format!("hopper_split_kv_{name}_{head_dim}_split_kv_{keys}_none with")]);
                 }
             }
+        }
+        for head_dim in [64, 128, 256] {
+            let spec = BatchSpec {
+                dtypes: Dtypes::over(BF16, F8E4M3FN),
+                heads: (7, 1),
+                head_dim,
+                lengths: vec![(5, 3000), (1, 900)],
+                ..BatchSpec::default()
+            };
+            let layout = MemoryLayout { workspace: Some(WORKSPACE), ..MemoryLayout::paged(KvLayout::Interleaved, 16) };
+            AttentionCase::flash(&spec.batch(), &layout)
+                .invocation()
+                .assert_logs(&gpu, &[&format!("hopper_split_kv_8bit_{head_dim}_8bit_split_kv with")]);
         }
     }
 }

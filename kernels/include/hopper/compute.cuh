@@ -8,9 +8,11 @@
 
 #include "element.cuh"
 #include "hopper/bias.cuh"
+#include "hopper/convert_query.cuh"
 #include "hopper/mask.cuh"
 #include "hopper/online_softmax.cuh"
 #include "hopper/pipeline.cuh"
+#include "hopper/row_scaled_logits.cuh"
 #include "hopper/shape.cuh"
 #include "hopper/shifted_bias.cuh"
 #include "hopper/swizzle_atom.cuh"
@@ -49,9 +51,10 @@ __device__ __forceinline__ void compute_tiles(const HopperPrefillParams& prefill
   using KeyState = PipelineState<Shape::kStages>;
   using ValueState = PipelineState<Shape::kValueStages>;
   constexpr bool kTransforms = !std::is_same_v<LogitsTransform, logits_none>;
-  // logits_none leaves the softmax scale to the exponent and softcap the cap; softcap_alibi turns scores into logits in
-  // base 2.
+  // logits_none leaves the softmax scale to the exponent, softcap the cap and row_scaled the factor of a row;
+  // softcap_alibi turns scores into logits in base 2.
   constexpr bool kScaleInExponent = !std::is_same_v<LogitsTransform, logits_softcap_alibi>;
+  constexpr bool kScalesRows = std::is_same_v<LogitsTransform, logits_row_scaled>;
   constexpr bool kRoundsPerBlock = !kTransforms && !Shape::kHasLeanLoop;
   using Atom = typename Shape::Atom;
   using KeyBlock = typename Shape::KeyBlock;
@@ -77,7 +80,15 @@ __device__ __forceinline__ void compute_tiles(const HopperPrefillParams& prefill
     if (is_lane_0) barrier.arrive();
   };
 
-  const LogitsTransform transform(params);
+  // Q of f16 is used as it is.
+  const bool converts_query = Shape::kConvertsKv && params.q_type == QueryType::Bf16;
+  const LogitsTransform transform = [&] {
+    if constexpr (Shape::kConvertsKv) {
+      return LogitsTransform(params, converts_query ? pipeline.row_factors() : nullptr);
+    } else {
+      return LogitsTransform(params);
+    }
+  }();
   // The factor from transformed scores to logits in base 2.
   const float unit = kScaleInExponent ? ptx::opaque(transform.log2_unit()) : 1.0f;
   // Descriptors of the first stages. Addresses in descriptors are in units of 16 bytes.
@@ -130,6 +141,8 @@ __device__ __forceinline__ void compute_tiles(const HopperPrefillParams& prefill
   // transform, a bias or bounds of keys has no register for this; the others listed are as fast with zeros, or faster.
   constexpr bool kClearsOutput = Shape::kValueDim <= 64 || kTransforms || Shape::kHasBias || Shape::kTakesKeyRanges ||
                                  Shape::kSplitsKeys || kHasOneStep;
+  // ptxas compiles no product of 256 columns for a CTA of 512 threads, because it counts 128 registers per thread.
+  constexpr int kOutputParts = Shape::kOutputColumns > 128 && Shape::kThreads > 384 ? 2 : 1;
   int32_t has_output = 1;
   // O = P V with a stage of V, + O if it has products, as one wgmma group.
   const auto issue_pv = [&](const ValueState& at) {
@@ -137,9 +150,14 @@ __device__ __forceinline__ void compute_tiles(const HopperPrefillParams& prefill
     ptx::wgmma_fence();
 #pragma unroll
     for (int step = 0; step < kKeys / 16; ++step) {
-      Wgmma<T, Shape::kOutputColumns>::rs(state.output, weights[step],
-                                          block + step * (2 * ValueBlock::kStrideByteOffset >> 4),
-                                          step > 0 ? 1 : has_output);
+#pragma unroll
+      for (int part = 0; part < kOutputParts; ++part) {
+        constexpr int kTiles = Shape::kOutputColumns / 8 / kOutputParts;
+        Wgmma<T, 8 * kTiles>::rs(reinterpret_cast<float (&)[kTiles][4]>(state.output[part * kTiles]), weights[step],
+                                 block + step * (2 * ValueBlock::kStrideByteOffset >> 4) +
+                                     part * (8 * kTiles / Atom::kColumns * ValueBlock::kLeadingByteOffset >> 4),
+                                 step > 0 ? 1 : has_output);
+      }
     }
     if constexpr (!kClearsOutput) has_output = 1;
     ptx::wgmma_commit_group();
@@ -169,10 +187,27 @@ __device__ __forceinline__ void compute_tiles(const HopperPrefillParams& prefill
     }
     // In blocks [common_begin, common_end) every row attends to every key.
     const int32_t common_begin = uniform((tile.work.keys.common_begin + kKeys - 1) / kKeys);
-    const int32_t common_end = uniform(tile.work.keys.common_end / kKeys);
+    int32_t common_end = uniform(tile.work.keys.common_end / kKeys);
+    // With a factor that is not positive all blocks are computed as those with a mask, which transform their scores.
+    if (kScalesRows && uniform(static_cast<int32_t>(logits_row_scaled::is_identity(tile.work))) == 0) common_end = 0;
     // The block whose scores are computed. `weights` has P of the block before it in the loop, which is block + 1.
     int32_t block = end - 1;
+    if constexpr (Shape::kConvertsKv) {
+      if (converts_query) {
+        pipeline.query_full(tile_count).wait();
+        convert_query<Shape>(pipeline, warp_row);
+        sync_warpgroup();
+      }
+    }
     const auto transformed_rows = transform.rows(tile.work, warp_row, FindRow{prefill, tile});
+    const auto update_state = [&] {
+      if constexpr (kScalesRows) {
+        const float units[2] = {transformed_rows.log2_unit(0), transformed_rows.log2_unit(1)};
+        state.update(scores, units);
+      } else {
+        state.update(scores, unit);
+      }
+    };
     // `count` is the block's number in the CTA.
     const auto softmax_block = [&](bool masked, int32_t count) {
       if constexpr (Shape::kShiftsBias) {
@@ -180,11 +215,11 @@ __device__ __forceinline__ void compute_tiles(const HopperPrefillParams& prefill
                                                        count);
       } else if constexpr (Shape::kHasBias) {
         add_bias<Shape, T>(pipeline, scores, LogitsTransform::factor(params), count);
-      } else {
+      } else if (masked || !kScalesRows) {
         transform.template apply<T>(scores, transformed_rows, block * kKeys);
       }
       if (masked) mask_scores(scores, prefill, tile, warp_row, block * kKeys);
-      state.update(scores, unit);
+      update_state();
     };
     // Clears the invisible rows of V of `block`, if it has any, after its weights have been packed.
     const auto clear_partial_values = [&] {
@@ -246,7 +281,7 @@ __device__ __forceinline__ void compute_tiles(const HopperPrefillParams& prefill
     const bool masked = block < common_begin || block >= common_end;
     if constexpr (kMasksEarly) {
       if (masked) mask_scores(scores, columns);
-      state.update(scores, unit);
+      update_state();
     } else if (masked) {
       softmax_block(true, block_count);
     } else {
@@ -256,7 +291,7 @@ __device__ __forceinline__ void compute_tiles(const HopperPrefillParams& prefill
     pack_weights();
     if constexpr (!Shape::kHasLeanLoop) clear_partial_values();
     block = block_before(tile, block);
-    if constexpr (!kHasOneStep && (!kTransforms || Shape::kValueDim % 128 == 0)) {
+    if constexpr (!kHasOneStep && (!kTransforms || Shape::kConvertsKv || Shape::kValueDim % 128 == 0)) {
       for_each_block(tile, block, first, common_begin, common_end, step);
     } else {
       // With a transform, three copies of the step spill registers at D 96 and 192. At D 64 and 192 one copy is as
@@ -268,7 +303,12 @@ __device__ __forceinline__ void compute_tiles(const HopperPrefillParams& prefill
     pipeline.values_full(last).wait();
     issue_pv(last);
     // Overlaps with the last P V.
-    if constexpr (kScaleInExponent && !kRoundsPerBlock) state.round_max_weight(unit, round_to<T>);
+    if constexpr (kScalesRows) {
+      const float units[2] = {transformed_rows.log2_unit(0), transformed_rows.log2_unit(1)};
+      state.round_max_weight(units, round_to<T>);
+    } else if constexpr (kScaleInExponent && !kRoundsPerBlock) {
+      state.round_max_weight(unit, round_to<T>);
+    }
     finalize_rows();
     ptx::wgmma_wait_group<0>();
     if (is_lane_0) pipeline.release_values(last);

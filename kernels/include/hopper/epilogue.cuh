@@ -87,7 +87,7 @@ class Epilogue {
   __device__ __forceinline__ void store(const State& state, uint32_t staging) const {
     if constexpr (!Element<T>::kIs16Bit) {
       store_f32(state);
-    } else if (!Shape::kOutputTypeAtRunTime && prefill_.attention.widens_out != 0) {
+    } else if (Shape::kMayWidenOutput && prefill_.attention.widens_out != 0) {
       store_f32(state);
     } else if (by_tma_) {
       if constexpr (Shape::kOutputPasses > 1) {

@@ -29,7 +29,9 @@ struct F32PrefillShape : Config {
   static constexpr int kLoadWarps = 2, kKeyLoadWarps = kLoadWarps;
   /// Warps that transpose V, which 8-bit operands need.
   static constexpr int kTransposeWarps = 0;
-  static constexpr bool kOutputTypeAtRunTime = false;
+  static constexpr bool kOutputTypeAtRunTime = false, kMayWidenOutput = false;
+  static constexpr bool kConvertsKv = false;
+  static constexpr int kConverterWarps = 0;
   static constexpr bool kHasPaddingHeads = false;
   static constexpr bool kHasWarpgroupBlocks = false;
   /// Its load warps fence themselves (f32_load.cuh).
@@ -51,7 +53,9 @@ struct F32PrefillShape : Config {
     static constexpr int kBytes = Config::kKeys * kHeadDim * 4;
   };
   using ValueBlock = KeyBlock;
+  using LoadedKeyBlock = KeyBlock;
   using LoadedValueBlock = KeyBlock;
+  static constexpr int kLoadedKeyStages = Config::kStages, kLoadedValueStages = Config::kStages;
 
   static constexpr int kKeysOffset = 0, kValuesOffset = 0;
   static constexpr int kQueryOffset = Config::kStages * KeyBlock::kBytes;

@@ -36,7 +36,7 @@ struct Fp8PrefillShape : Config {
   /// The transpose warps clear rows of V.
   static constexpr bool kHasLeanLoop = false;
   /// O is bf16 or f16, which the parameters say.
-  static constexpr bool kOutputTypeAtRunTime = true;
+  static constexpr bool kOutputTypeAtRunTime = true, kMayWidenOutput = false;
   /// P is multiplied by 2^kWeightLog2, so that fewer small weights underflow; the largest e4m3fn is 448.
   static constexpr int kWeightLog2 = 8;
 
@@ -62,6 +62,10 @@ struct Fp8PrefillShape : Config {
         kStorage == Storage::paged ? kAtomColumns * Fp8Atom::kBytes : Fp8Atom::kBytes;
   };
   using KeyBlock = LoadedValueBlock;
+  using LoadedKeyBlock = KeyBlock;
+  static constexpr bool kConvertsKv = false;
+  static constexpr int kConverterWarps = 0;
+  static constexpr int kLoadedKeyStages = Config::kStages, kLoadedValueStages = Config::kStages;
   /// V transposed: atom columns of 128 keys, [atom column][column of V][key].
   struct ValueBlock {
     static constexpr int kAtomColumns = kValueDim / Atom::kColumns;  // of O

@@ -25,11 +25,12 @@ template <typename Shape, Operand kOperand, bool kPaged>
 class TmaLoader {
   static constexpr bool kOfKeys = kOperand == Operand::keys;
   static constexpr int kRowGroups = Shape::kKeys / 8;
-  using Block = std::conditional_t<kOfKeys, typename Shape::KeyBlock, typename Shape::LoadedValueBlock>;
+  using Block = std::conditional_t<kOfKeys, typename Shape::LoadedKeyBlock, typename Shape::LoadedValueBlock>;
+  static constexpr int kStages = kOfKeys ? Shape::kLoadedKeyStages : Shape::kLoadedValueStages;
   static constexpr int kAtomElements = Shape::kHeadDim / Shape::kQueryAtomColumns;
   /// Memory of keys that no query of the sequence attends to may hold NaN, and 0 * NaN is NaN, so the V warp clears
   /// their rows.
-  static constexpr bool kClears = !kOfKeys && Shape::kHasLeanLoop;
+  static constexpr bool kClears = !kOfKeys && Shape::kHasLeanLoop && !Shape::kConvertsKv;
   using Tile = typename Shape::Tile;
 
  public:
@@ -58,15 +59,15 @@ class TmaLoader {
   /// Issues the load of `block`, the CTA's block number `count`. Blocks of a tile come in descending order without
   /// gaps.
   __device__ __forceinline__ void load(int32_t block, int32_t count) {
-    const PipelineState<kOfKeys ? Shape::kStages : Shape::kValueStages> state(count);
+    const PipelineState<kStages> state(count);
     const Box box = next_box_;
     next_box_ = find_box(block - 1);
     const int32_t first_key = block * Shape::kKeys;
     bool clears = kClears && (first_key < tile_->visible_begin || first_key + Shape::kKeys > tile_->visible_end);
     if constexpr (kClears && Shape::kTakesKeyRanges) clears |= tile_->has_gaps != 0;
-    Barrier full = kOfKeys ? pipeline_.keys_full(state) : pipeline_.loaded_values_full(state);
+    Barrier full = kOfKeys ? pipeline_.loaded_keys_full(state) : pipeline_.loaded_values_full(state);
     if (clears) full = pipeline_.partial_values_full(partial_blocks_);
-    const uint32_t to = kOfKeys ? pipeline_.keys(state.stage) : pipeline_.loaded_values(state.stage);
+    const uint32_t to = kOfKeys ? pipeline_.loaded_keys(state.stage) : pipeline_.loaded_values(state.stage);
     const TensorMap& map = kOfKeys ? params_.k : params_.v;
     if (loads_for_cluster()) {
       wait_for_stage(count);
@@ -112,8 +113,8 @@ class TmaLoader {
  private:
   /// Blocks that are loaded ahead if no other CTA reads them: 128 KB of K and V. With more, K and V of a key, which may
   /// be adjacent in DRAM, are further apart in time (D 128: 4 % slower with three blocks; D 64: 8 % with two).
-  static constexpr int kBlocks = (128 << 10) / (Shape::KeyBlock::kBytes + Shape::ValueBlock::kBytes);
-  static constexpr int kBlocksAhead = kBlocks < 2 ? 2 : kBlocks < Shape::kStages ? kBlocks : Shape::kStages;
+  static constexpr int kBlocks = (128 << 10) / (Shape::LoadedKeyBlock::kBytes + Shape::LoadedValueBlock::kBytes);
+  static constexpr int kBlocksAhead = kBlocks < 2 ? 2 : kBlocks < kStages ? kBlocks : kStages;
 
   /// Whether this CTA loads the operand, for all CTAs of the cluster.
   static __device__ __forceinline__ bool loads_for_cluster() {
@@ -124,13 +125,13 @@ class TmaLoader {
   /// Waits until block `count` may be loaded.
   __device__ __forceinline__ void wait_for_stage(int32_t count) const {
     if constexpr (Shape::kSplitsKeys) {
-      const int32_t blocks_ahead = reads_once_ ? kBlocksAhead : Shape::kStages;
+      const int32_t blocks_ahead = reads_once_ ? kBlocksAhead : kStages;
       if (count < blocks_ahead) return;
-      const PipelineState<Shape::kStages> last(count - blocks_ahead);
-      (kOfKeys ? pipeline_.keys_empty(last) : pipeline_.values_empty(last)).wait();
+      const PipelineState<kStages> last(count - blocks_ahead);
+      (kOfKeys ? pipeline_.loaded_keys_empty(last) : pipeline_.loaded_values_empty(last)).wait();
     } else {
-      const PipelineState<kOfKeys ? Shape::kStages : Shape::kValueStages> state(count);
-      (kOfKeys ? pipeline_.keys_empty(state) : pipeline_.loaded_values_empty(state)).producer_wait();
+      const PipelineState<kStages> state(count);
+      (kOfKeys ? pipeline_.loaded_keys_empty(state) : pipeline_.loaded_values_empty(state)).producer_wait();
     }
   }
   /// Loads a box, which another CTA reads too unless the sequence has one tile.
@@ -226,8 +227,8 @@ __device__ __forceinline__ void load_blocks_with(const HopperPrefillParams& para
       loader.begin(tile, block);
       if (kWaits && block_count == 0 && kOperand == Operand::values) pipeline.first_keys_loaded().wait();
       // The stages of the tile's first blocks of V have O of the tile before.
-      const bool waits_for_output =
-          kOperand == Operand::values && stages_output_in_values<Shape>(params) && tile_count > 0;
+      const bool waits_for_output = kOperand == Operand::values && !Shape::kConvertsKv &&
+                                    stages_output_in_values<Shape>(params) && tile_count > 0;
       if (waits_for_output) pipeline.output_left(0, tile_count - 1).wait();
 #pragma unroll 1
       for (; block >= tile.first_block; block = block_before(tile, block)) {
@@ -255,7 +256,7 @@ __device__ __forceinline__ void load_blocks_with(const HopperPrefillParams& para
 /// The K warp or the V warp, which load by TMA.
 template <typename Shape, Operand kOperand>
 __device__ __forceinline__ void load_blocks(const HopperPrefillParams& params, const Pipeline<Shape>& pipeline) {
-  constexpr bool kPaged = Shape::kStorage == Storage::paged;
+  constexpr bool kPaged = Shape::kStorage == Storage::paged || Shape::kConvertsKv;
   if constexpr (!kPaged && Shape::kTakesClippedPages) {
     if (params.box_row_groups != 0) {
       load_blocks_with<Shape, kOperand, true>(params, pipeline);

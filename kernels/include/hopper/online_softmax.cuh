@@ -9,6 +9,10 @@
 
 namespace xa::hopper {
 
+/// The unit of the scores of a lane's rows in `half`, of one unit for both or of one for each.
+__device__ __forceinline__ float unit_of(float unit, int) { return unit; }
+__device__ __forceinline__ float unit_of(const float (&units)[2], int half) { return units[half]; }
+
 /// `x` rounded to T, as the weights P are before P V.
 template <typename T>
 __device__ __forceinline__ float round_to(float x) {
@@ -54,12 +58,12 @@ struct OnlineSoftmax {
   ///
   /// This must stay free of branches and votes, which cost 2 to 7 % of the kernel's speed, and in this order of
   /// statements: others compile to slower instruction orders (docs/dev/lab_notebook.md).
-  template <int kKeyTiles>
-  __device__ __forceinline__ void update(float (&scores)[kKeyTiles][4], float log2_unit) {
+  template <int kKeyTiles, typename Unit>
+  __device__ __forceinline__ void update(float (&scores)[kKeyTiles][4], const Unit& log2_unit) {
     const float largest[2] = {lane_max(scores, 0), lane_max(scores, 1)};
     float base[2];
 #pragma unroll
-    for (int half = 0; half < 2; ++half) base[half] = update_max(half, largest[half], log2_unit);
+    for (int half = 0; half < 2; ++half) base[half] = update_max(half, largest[half], unit_of(log2_unit, half));
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
       float block_sums[kPartialSums] = {};
@@ -67,7 +71,7 @@ struct OnlineSoftmax {
       for (int block = 0; block < kKeyTiles; ++block) {
         float (&pair)[2] = reinterpret_cast<float (&)[2]>(scores[block][2 * half]);
 #pragma unroll
-        for (float& x : pair) x = xa::ptx::exp2_approx(__fmaf_rn(x, log2_unit, -base[half]));
+        for (float& x : pair) x = xa::ptx::exp2_approx(__fmaf_rn(x, unit_of(log2_unit, half), -base[half]));
         if constexpr (kPartialSums == 1) {
           block_sums[0] += pair[0] + pair[1];
         } else {
@@ -106,11 +110,11 @@ struct OnlineSoftmax {
   }
   /// The same for the maximum over all blocks, once after the last block. The weights of earlier maxima stay as they
   /// are.
-  template <typename Round>
-  __device__ __forceinline__ void round_max_weight(float log2_unit, const Round& round) {
+  template <typename Unit, typename Round>
+  __device__ __forceinline__ void round_max_weight(const Unit& log2_unit, const Round& round) {
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
-      const float weight = xa::ptx::exp2_approx(__fmaf_rn(max_score[half], log2_unit, -max[half]));
+      const float weight = xa::ptx::exp2_approx(__fmaf_rn(max_score[half], unit_of(log2_unit, half), -max[half]));
       if (is_large(max[half]) && threadIdx.x % 4 == 0) sum[half] += round(weight) - weight;
     }
   }

@@ -8,6 +8,7 @@
 //   V [kValueStages] TMA, issued by the V warp       compute warps
 //   rows of K or V   cp.async of both load warps     publish warp, then compute warps (cp_async_load.cuh)
 //   V in fp8         TMA, then the transpose warps   compute warps
+//   8-bit K or V     TMA, then the converter warps   compute warps (convert_kv.cuh)
 //   f32 K or V       cp.async of the load warps      compute warps, which split them (f32_compute.cuh)
 //   bias             TMA or cp.async, bias warp      compute warps
 //
@@ -56,7 +57,11 @@ struct Barrier {
 template <typename Shape>
 class Pipeline {
   static constexpr int kStages = Shape::kStages, kValueStages = Shape::kValueStages;
-  static constexpr bool kHasTranspose = Shape::kTransposeWarps > 0;
+  // Whether other buffers than those that the compute warps read are loaded.
+  static constexpr bool kLoadsKeysApart = Shape::kConvertsKv;
+  static constexpr bool kLoadsValuesApart = Shape::kConvertsKv || Shape::kTransposeWarps > 0;
+  // Warps that read V as loaded.
+  static constexpr int kValueReaders = Shape::kConvertsKv ? Shape::kConverterWarps / 2 : Shape::kTransposeWarps;
   static constexpr int kSharesTileIndex = Shape::kClusterSize > 1 ? 1 : 0;
   // Index of the first mbarrier of each kind.
   enum : int {
@@ -74,8 +79,10 @@ class Pipeline {
     kFirstKeysLoaded = kStartsChecked + 1,
     kOutputLeft = kFirstKeysLoaded + (Shape::kSplitsKeys ? 0 : 1),
     kLoadedValuesFull = kOutputLeft + (Shape::kStagesOutputInValues ? kStages : 0),
-    kLoadedValuesEmpty = kLoadedValuesFull + (kHasTranspose ? kStages : 0),
-    kTileIndexFull = kLoadedValuesEmpty + (kHasTranspose ? kStages : 0),
+    kLoadedValuesEmpty = kLoadedValuesFull + (kLoadsValuesApart ? Shape::kLoadedValueStages : 0),
+    kLoadedKeysFull = kLoadedValuesEmpty + (kLoadsValuesApart ? Shape::kLoadedValueStages : 0),
+    kLoadedKeysEmpty = kLoadedKeysFull + (kLoadsKeysApart ? Shape::kLoadedKeyStages : 0),
+    kTileIndexFull = kLoadedKeysEmpty + (kLoadsKeysApart ? Shape::kLoadedKeyStages : 0),
     kTileIndexEmpty = kTileIndexFull + kSharesTileIndex,
     kBiasFull = kTileIndexEmpty + kSharesTileIndex,
     kBiasEmpty = kBiasFull + Shape::kBiasStages,
@@ -107,18 +114,23 @@ class Pipeline {
     init(kQueryEmpty, 1, Shape::kComputeWarps);
     init(kKeysFull, kStages, Shape::kKeyLoadWarps);
     init(kKeysEmpty, kStages, Shape::kClusterSize * Shape::kComputeWarps);
-    init(kValuesFull, kValueStages, kHasTranspose ? Shape::kTransposeWarps : 1);
+    init(kValuesFull, kValueStages, kLoadsValuesApart ? kValueReaders : 1);
     init(kValuesEmpty, kValueStages, Shape::kClusterSize * Shape::kComputeWarps);
     init(kTileFull, 2, 1);
-    init(kTileEmpty, 2, Shape::kComputeWarps + Shape::kLoadWarps + (loads_by_cp_async ? 1 : 0));
+    init(kTileEmpty, 2,
+         Shape::kComputeWarps + Shape::kLoadWarps + Shape::kConverterWarps + (loads_by_cp_async ? 1 : 0));
     init(kTileWanted, 1, 1);
     init(kPartialValuesFull, 1, 1);
     init(kStartsChecked, 1, 1);
     if constexpr (!Shape::kSplitsKeys) init(kFirstKeysLoaded, 1, 1);
     if constexpr (Shape::kStagesOutputInValues) init(kOutputLeft, kStages, 4);
-    if constexpr (kHasTranspose) {
-      init(kLoadedValuesFull, kStages, 1);
-      init(kLoadedValuesEmpty, kStages, Shape::kTransposeWarps);
+    if constexpr (kLoadsValuesApart) {
+      init(kLoadedValuesFull, Shape::kLoadedValueStages, 1);
+      init(kLoadedValuesEmpty, Shape::kLoadedValueStages, kValueReaders);
+    }
+    if constexpr (kLoadsKeysApart) {
+      init(kLoadedKeysFull, Shape::kLoadedKeyStages, 1);
+      init(kLoadedKeysEmpty, Shape::kLoadedKeyStages, Shape::kConverterWarps / 2);
     }
     if constexpr (kSharesTileIndex != 0) init(kTileIndexFull, 2, 1);
     if constexpr (Shape::kHasCpAsyncLoader) {
@@ -171,14 +183,23 @@ class Pipeline {
       values_empty(state).arrive();
     }
   }
-  /// V as loaded: the transpose warps' input, or without them the compute warps' V.
+  /// K as loaded: what is converted, or else the compute warps' K.
+  template <int kCount>
+  __device__ __forceinline__ Barrier loaded_keys_full(PipelineState<kCount> state) const {
+    return kLoadsKeysApart ? barrier(kLoadedKeysFull, state) : keys_full(state);
+  }
+  template <int kCount>
+  __device__ __forceinline__ Barrier loaded_keys_empty(PipelineState<kCount> state) const {
+    return kLoadsKeysApart ? barrier(kLoadedKeysEmpty, state) : keys_empty(state);
+  }
+  /// V as loaded: what is transposed or converted, or else the compute warps' V.
   template <int kCount>
   __device__ __forceinline__ Barrier loaded_values_full(PipelineState<kCount> state) const {
-    return kHasTranspose ? barrier(kLoadedValuesFull, state) : values_full(state);
+    return kLoadsValuesApart ? barrier(kLoadedValuesFull, state) : values_full(state);
   }
   template <int kCount>
   __device__ __forceinline__ Barrier loaded_values_empty(PipelineState<kCount> state) const {
-    return kHasTranspose ? barrier(kLoadedValuesEmpty, state) : values_empty(state);
+    return kLoadsValuesApart ? barrier(kLoadedValuesEmpty, state) : values_empty(state);
   }
   /// The CTA's block of V number `count`, of those of which the V warp clears rows, is loaded.
   __device__ __forceinline__ Barrier partial_values_full(int32_t count) const {
@@ -244,8 +265,15 @@ class Pipeline {
   __device__ __forceinline__ uint32_t values(uint32_t stage) const {
     return address_ + Shape::kValuesOffset + stage * Shape::ValueBlock::kBytes;
   }
+  __device__ __forceinline__ uint32_t loaded_keys(uint32_t stage) const {
+    if constexpr (kLoadsKeysApart) {
+      return address_ + Shape::kLoadedKeysOffset + stage * Shape::LoadedKeyBlock::kBytes;
+    } else {
+      return keys(stage);
+    }
+  }
   __device__ __forceinline__ uint32_t loaded_values(uint32_t stage) const {
-    if constexpr (kHasTranspose) {
+    if constexpr (kLoadsValuesApart) {
       return address_ + Shape::kLoadedValuesOffset + stage * Shape::LoadedValueBlock::kBytes;
     } else {
       return values(stage);
@@ -278,6 +306,10 @@ class Pipeline {
   /// The lists of rows that load warp `warp` copies by cp.async: that of K, then that of V.
   __device__ __forceinline__ uint32_t* row_entries(int32_t warp) const {
     return reinterpret_cast<uint32_t*>(shared_ + Shape::kRowEntriesOffset) + warp * 2 * Shape::kRowEntries;
+  }
+  /// By which the scores of the tile's rows have to be multiplied, if Q is converted.
+  __device__ __forceinline__ float* row_factors() const {
+    return reinterpret_cast<float*>(shared_ + Shape::kRowFactorsOffset);
   }
   __device__ __forceinline__ typename Shape::Tile& tile(PipelineState<2> state) const {
     return reinterpret_cast<typename Shape::Tile*>(shared_ + Shape::kTilesOffset)[state.stage];

@@ -6,6 +6,7 @@
 #include "hopper/bias.cuh"
 #include "hopper/cluster_ptx.cuh"
 #include "hopper/compute.cuh"
+#include "hopper/convert_kv.cuh"
 #include "hopper/load.cuh"
 #include "hopper/pipeline.cuh"
 #include "hopper/ptx.cuh"
@@ -39,7 +40,9 @@ __device__ __forceinline__ void prefill(const HopperPrefillParams& params, const
   } else {
     __syncthreads();
   }
-  if (warp >= Shape::kComputeWarps) {
+  if (Shape::kConvertsKv && warp >= Shape::kComputeWarps + 4) {
+    run_converter_warp<Shape>(params, pipeline, warp);
+  } else if (warp >= Shape::kComputeWarps) {
     ptx::warpgroup_reg_dealloc<Shape::kLoaderRegisters>();
     switch (warp - Shape::kComputeWarps) {
       case 0:

@@ -5,8 +5,9 @@
 // O. Both compute all scores, which keeps them independent of each other. Shared memory,
 // with Q, K, V and O in swizzle atoms (swizzle_atom.cuh):
 //
-//   Q | K [kStages] | V [kValueStages] | bias [kBiasStages] | O staging | row entries of the cp.async loaders |
-//   PrefillTile [2] | WorkTile and WorkRange of hopper_split_kv | mbarriers
+//   Q | K [kStages] | V [kValueStages] | K and V as loaded [kLoadedStages] | bias [kBiasStages] | O staging |
+//   row entries of the cp.async loaders | factors of converted rows of Q | PrefillTile [2] |
+//   WorkTile and WorkRange of hopper_split_kv | mbarriers
 #pragma once
 
 #include <cstdint>
@@ -101,7 +102,14 @@ struct PrefillShape : Config {
   static constexpr int kValueStages = kColumnWarpgroups > 1 ? 1 : Config::kStages;
   static constexpr int kComputeThreads = 128 * Config::kWarpgroups;
   static constexpr int kComputeWarps = kComputeThreads / 32;
-  static constexpr int kThreads = kComputeThreads + 128;
+  /// Warps that convert K and V.
+  static constexpr int kConverterWarps = Config::kLoadedStages > 0 ? 4 : 0;
+  static constexpr int kThreads = kComputeThreads + 128 + 32 * kConverterWarps;
+  /// Registers of a thread that converts: what the others leave.
+  static constexpr int kConverterRegisters =
+      kConverterWarps > 0
+          ? (65536 - Config::kRegisters * kComputeThreads - Config::kLoaderRegisters * 128) / (32 * kConverterWarps)
+          : 0;
 
   /// The widest atom that both head dimensions are multiples of.
   using Atom = SwizzleAtom<kHeadDim % 64 == 0 && kValueDim % 64 == 0 ? 64 : 32>;
@@ -122,13 +130,25 @@ struct PrefillShape : Config {
   };
   using KeyBlock = Block<kHeadDim>;
   using ValueBlock = Block<kValueDim>;
-  using LoadedValueBlock = ValueBlock;
+  /// Whether K and V are loaded in 8 bits and converted to f16 (convert_kv.cuh).
+  static constexpr bool kConvertsKv = Config::kLoadedStages > 0;
+  /// A block of 8-bit K or V as TMA loads it from pages: [row group of 8 keys][atom column][key].
+  template <int kColumns>
+  struct CodeBlock {
+    using Atom = SwizzleAtom<kHeadDim % 128 == 0 && kValueDim % 128 == 0 ? 64 : 32>;
+    static constexpr int kAtomColumns = kColumns / Atom::kRowBytes;
+    static constexpr int kBytes = kColumns * Config::kKeys;
+    static constexpr int kLeadingByteOffset = Atom::kBytes;
+    static constexpr int kStrideByteOffset = kAtomColumns * Atom::kBytes;
+  };
+  using LoadedKeyBlock = std::conditional_t<kConvertsKv, CodeBlock<kHeadDim>, KeyBlock>;
+  using LoadedValueBlock = std::conditional_t<kConvertsKv, CodeBlock<kValueDim>, ValueBlock>;
 
   /// Whether packs may have padding heads.
   static constexpr bool kHasPaddingHeads = !kTransformsLogits<Config>;
 
   /// The K warp and the V warp, and that of the bias.
-  static constexpr int kLoadWarps = kHasBias ? 3 : 2, kKeyLoadWarps = 1;
+  static constexpr int kLoadWarps = kHasBias ? 3 : 2, kKeyLoadWarps = kConvertsKv ? kConverterWarps / 2 : 1;
   /// The scheduler looks for the next tile once so many blocks of K are to be loaded besides the next one. Earlier,
   /// long tiles would be assigned before it is known which CTA is free first; later, their loads would be late.
   static constexpr int kBlocksToGo = 2;
@@ -137,9 +157,10 @@ struct PrefillShape : Config {
   /// Whether work that is rarely necessary is kept out of the compute warps' loop: the V warp clears rows, and the sums
   /// of large logits are corrected after the last block. At D 64 with three warpgroups ptxas lays out the loop worse
   /// then, and hopper_split_kv and logits transforms spill at D 256.
-  static constexpr bool kHasLeanLoop =
-      !Config::kSplitsKeys && !kTransformsLogits<Config> && (kHeadDim != 64 || Config::kWarpgroups != 3);
-  static constexpr bool kOutputTypeAtRunTime = false;
+  static constexpr bool kHasLeanLoop = kConvertsKv || (!Config::kSplitsKeys && !kTransformsLogits<Config> &&
+                                                       (kHeadDim != 64 || Config::kWarpgroups != 3));
+  /// Whether O is bf16 or f16, which the parameters say, instead of the kernel's type; and whether it may be f32.
+  static constexpr bool kOutputTypeAtRunTime = kConvertsKv, kMayWidenOutput = true;
   /// TMA boxes of O per warp: one.
   static constexpr int kOutputPasses = 1;
 
@@ -151,7 +172,11 @@ struct PrefillShape : Config {
   static constexpr int kBiasPitch = kBiasElementBytes * Config::kKeys + (kShiftsBias ? 16 : 0);
   static constexpr int kBiasBytes = kRows * kBiasPitch;
   static constexpr int kBiasStages = kHasBias ? 2 : 0;
-  static constexpr int kBiasOffset = kValuesOffset + kValueStages * ValueBlock::kBytes;
+  static constexpr int kLoadedKeyStages = kConvertsKv ? Config::kLoadedStages : Config::kStages;
+  static constexpr int kLoadedValueStages = kConvertsKv ? Config::kLoadedStages : kValueStages;
+  static constexpr int kLoadedKeysOffset = kValuesOffset + kValueStages * ValueBlock::kBytes;
+  static constexpr int kLoadedValuesOffset = kLoadedKeysOffset + Config::kLoadedStages * LoadedKeyBlock::kBytes;
+  static constexpr int kBiasOffset = kLoadedValuesOffset + Config::kLoadedStages * LoadedValueBlock::kBytes;
   static_assert(!kHasBias || ((kShiftsBias || Config::kKeys % 64 == 0) && kStorage == Storage::contiguous &&
                               !kHasWarpgroupBlocks && kColumnWarpgroups == 1 && kClusterSize == 1));
   /// Staging of O for TMA stores, 16 rows per warp, where shared memory has room for it.
@@ -159,19 +184,22 @@ struct PrefillShape : Config {
   static constexpr int kOutputWarpBytes = 16 * ValueBlock::kAtomColumns * Atom::kRowBytes;
   static constexpr int kOutputBytes = kComputeWarps * kOutputWarpBytes;
   static constexpr bool kHasOutputStaging = !Config::kSplitsKeys && kOutputOffset + kOutputBytes < 226 * 1024;
-  /// Elsewhere each warpgroup stages its rows in a stage of V, which is loaded again once they have left.
-  static constexpr bool kStagesOutputInValues = !Config::kSplitsKeys && !kTransformsLogits<Config> &&
-                                                !kHasOutputStaging && kClusterSize == 1 && kColumnWarpgroups == 1;
+  /// Elsewhere each warpgroup stages its rows in a stage of V, which is loaded again once they have left. Past D 128 a
+  /// transform leaves no registers for it.
+  static constexpr bool kStagesOutputInValues = !Config::kSplitsKeys &&
+                                                (kHeadDim <= 128 || !kTransformsLogits<Config>) && !kHasOutputStaging &&
+                                                kClusterSize == 1 && kColumnWarpgroups == 1;
   static_assert(!kStagesOutputInValues || Config::kWarpgroups == Config::kStages);
   /// Tiles of one atom column have the same block for both, and tiny tiles and clusters are for contiguous keys alone.
-  static constexpr bool kTakesClippedPages =
-      kStorage == Storage::contiguous && kQueryAtomColumns > 1 && Config::kCtasPerSm == 1 && kClusterSize == 1;
+  static constexpr bool kTakesClippedPages = kStorage == Storage::contiguous && kQueryAtomColumns > 1 &&
+                                             Config::kCtasPerSm == 1 && kClusterSize == 1 && !kConvertsKv;
   /// Pages that TMA boxes cannot describe are loaded row by row (cp_async_load.cuh).
   static constexpr bool kHasCpAsyncLoader = kStorage == Storage::paged;
   /// 4-byte entries for half of a block's rows in rounds of 32: two lists per load warp.
   static constexpr int kRowEntries = kHasCpAsyncLoader ? (Config::kKeys / 2 + 31) / 32 * 32 : 0;
   static constexpr int kRowEntriesOffset = kOutputOffset + (kHasOutputStaging ? kOutputBytes : 0);
-  static constexpr int kTilesOffset = kRowEntriesOffset + 4 * 4 * kRowEntries;
+  static constexpr int kRowFactorsOffset = kRowEntriesOffset + 4 * 4 * kRowEntries;
+  static constexpr int kTilesOffset = kRowFactorsOffset + (kConvertsKv ? 4 * kRows : 0);
   /// With kSplitsKeys, a WorkTile and a WorkRange.
   static constexpr int kWorkTileOffset = kTilesOffset + 2 * static_cast<int>(sizeof(Tile));
   static constexpr int kWorkRangeOffset = kWorkTileOffset + static_cast<int>(sizeof(WorkTile));
@@ -180,7 +208,8 @@ struct PrefillShape : Config {
   // Swizzled tiles start at multiples of 1024 bytes; dynamic shared memory need not.
   static constexpr int kAlignment = 1024;
 
-  static_assert(Config::kRegisters * kComputeThreads + Config::kLoaderRegisters * 128 <=
+  static_assert(Config::kRegisters * kComputeThreads + Config::kLoaderRegisters * 128 +
+                        kConverterRegisters * 32 * kConverterWarps <=
                     65536 / Config::kCtasPerSm / kThreads / 8 * 8 * kThreads,
                 "setmaxnreg redistributes the registers that the CTA was launched with");
   static_assert(Config::kKeys % 16 == 0 && kHeadDim % 32 == 0 && kValueDim % 32 == 0);

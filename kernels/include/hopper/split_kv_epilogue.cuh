@@ -70,6 +70,8 @@ class SplitKvEpilogue {
       const float2 pair = make_float2(x[0] * result.factor, x[1] * result.factor);
       if (params.widens_out != 0) {
         store_columns(static_cast<float*>(params.out) + element + 8 * column, pair);
+      } else if (Shape::kOutputTypeAtRunTime && params.out_is_bf16 != 0) {
+        store_columns(static_cast<Bf16*>(params.out) + element + 8 * column, pair);
       } else {
         store_columns(static_cast<T*>(params.out) + element + 8 * column, pair);
       }

@@ -5,6 +5,7 @@
 #include <cstdint>
 
 #include "hopper/compute.cuh"
+#include "hopper/convert_kv.cuh"
 #include "hopper/load.cuh"
 #include "hopper/pipeline.cuh"
 #include "hopper/ptx.cuh"
@@ -77,7 +78,9 @@ __device__ __forceinline__ void split_kv(const HopperPrefillParams& prefill, uin
   init_work_tile<LogitsTransform>(attention, work, blockIdx.x);
   partition_work<Shape::kThreads, SplitKvUnit<Shape>, false>(attention, work, range, index);
   const int32_t warp = uniform(threadIdx.x / 32);
-  if (warp >= Shape::kComputeWarps) {
+  if (Shape::kConvertsKv && warp >= Shape::kComputeWarps + 4) {
+    run_converter_warp<Shape>(prefill, pipeline, warp);
+  } else if (warp >= Shape::kComputeWarps) {
     ptx::warpgroup_reg_dealloc<Shape::kLoaderRegisters>();
     switch (warp - Shape::kComputeWarps) {
       case 0:
@@ -96,7 +99,9 @@ __device__ __forceinline__ void split_kv(const HopperPrefillParams& prefill, uin
     // While the first blocks are on their way.
     store_split_record<Shape::kRows>(attention, work, range, index.index);
     __syncwarp();
-    compute_tiles<Shape, T, LogitsTransform>(prefill, pipeline);
+    // As in hopper_prefill_8bit.cu.
+    constexpr bool kHasOneStep = Shape::kConvertsKv && Shape::kHeadDim > 128;
+    compute_tiles<Shape, T, LogitsTransform, kHasOneStep>(prefill, pipeline);
     if (attention.clears_padding_rows == 0) return;
     clear_padding_rows<T, Shape::kComputeThreads>(attention, starts_ascend(work.maxima), range.live,
                                                   blockIdx.y * gridDim.x + blockIdx.x, gridDim.x * gridDim.y);

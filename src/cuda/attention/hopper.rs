@@ -27,6 +27,7 @@ use std::ptr::null_mut;
 
 const KERNEL: &str = "hopper_prefill";
 const FP8_KERNEL: &str = "hopper_prefill_fp8";
+const EIGHT_BIT_KERNEL: &str = "hopper_prefill_8bit";
 const F32_KERNEL: &str = "hopper_prefill_f32";
 const KEY_RANGES_KERNEL: &str = "hopper_key_ranges";
 const BIAS_KERNEL: &str = "hopper_bias";
@@ -105,8 +106,7 @@ impl HopperPrefill {
         // A per-head v_scale with several packs per KV head is left to the portable kernels.
         let scales_values_by_head = problem.v_scale.is_some_and(|scale| scale.per_head);
         let loads = prefill.is_f32()
-            || supports_tma(problem.q.dtype, problem.q.data, &prefill.query_axes(problem))
-                && (prefill.loads_kv_by_tma(problem) || (!prefill.is_fp8() && loads_kv_by_cp_async(problem)));
+            || supports_tma(problem.q.dtype, problem.q.data, &prefill.query_axes(problem)) && prefill.loads_kv(problem);
         let fits = device.has_tensor_maps && (prefill.packs_per_kv_head == 1 || !scales_values_by_head) && loads;
         fits.then_some(prefill)
     }
@@ -178,6 +178,7 @@ impl HopperPrefill {
             (1, _) => (FP8_KERNEL, Parameter::Prefill(of)),
             (4, _) => (F32_KERNEL, Parameter::Prefill(of)),
             _ if self.tile.takes_key_ranges => (KEY_RANGES_KERNEL, Parameter::PrefillKeyRanges(of)),
+            _ if self.tile.converts_kv() => (EIGHT_BIT_KERNEL, Parameter::Prefill(of)),
             (_, Some(bias)) => (BIAS_KERNEL, Parameter::PrefillBias(of, bias)),
             _ => (KERNEL, Parameter::Prefill(of)),
         };
@@ -196,15 +197,13 @@ impl HopperPrefill {
         match self.tile.bytes {
             1 => variants::find(kernel, &[head_dim, storage, logits]),
             4 => variants::find(kernel, &[head_dim, logits]),
+            _ if self.tile.converts_kv() && self.tile.splits_keys => variants::find(kernel, &[head_dim]),
+            _ if self.tile.converts_kv() => variants::find(kernel, &[head_dim, logits]),
             _ if self.tile.takes_key_ranges || problem.score.bias.is_some() => {
                 variants::find(kernel, &[variants::dtype_value(problem.q.dtype), head_dim])
             }
             _ => variants::find(kernel, &[variants::dtype_value(problem.q.dtype), head_dim, storage, logits]),
         }
-    }
-
-    fn is_fp8(&self) -> bool {
-        self.tile.bytes == 1
     }
 
     /// Whether the kernel loads q, K and V by ordinary loads, in any layout.
@@ -335,6 +334,11 @@ impl HopperPrefill {
                 ]
             }
         }
+    }
+
+    /// Whether the kernel can load K and V, by TMA or with `cp.async`.
+    pub(super) fn loads_kv(&self, problem: &Attention) -> bool {
+        self.loads_kv_by_tma(problem) || self.tile.kv_bytes() == 2 && loads_kv_by_cp_async(problem)
     }
 
     /// Whether TMA can load K and V: pages are a multiple of [`ATOM_ROWS`] tokens, and heads start at multiples of an atom

@@ -1,7 +1,7 @@
 //! Few queries per sequence over many keys on Hopper: prefill whose keys are divided between CTAs (split-KV), as in decode.
 
 use super::decode;
-use super::hopper::{HopperPrefill, LARGEST_PACK, PrefillParameter, loads_kv_by_cp_async, padded_group};
+use super::hopper::{HopperPrefill, LARGEST_PACK, PrefillParameter, padded_group};
 use super::split::{KvSplit, WorkUnit};
 use super::{Call, Launch, Launches, Parameter, UNLIMITED, longest_or_mean_queries};
 use crate::cuda::device::Device;
@@ -14,6 +14,7 @@ use crate::problem::attention::{Attention, KeyStorage};
 use std::ptr::null_mut;
 
 const KERNEL: &str = "hopper_split_kv";
+const EIGHT_BIT_KERNEL: &str = "hopper_split_kv_8bit";
 
 /// Tenths of a wave of CTAs. With tiles for more, prefill is faster without splitting keys.
 const WAVE_TENTHS: i64 = 17;
@@ -39,7 +40,8 @@ pub(super) fn launches<'c>(call: &Call<'c>) -> Result<Option<Launches<'c>>> {
     let grid = [problem.num_kv_heads as u32, split.ranges as u32, 1];
     let config = LaunchConfig { grid, threads: prefill.tile.threads(), shared_memory: prefill.tile.shared_bytes };
     let parameter = Parameter::Prefill(PrefillParameter { prefill, problem, attention: params, next_tile: null_mut() });
-    let attend = Launch::new(KERNEL, prefill.variant(KERNEL, problem)?, config, parameter);
+    let kernel = if prefill.tile.converts_kv() { EIGHT_BIT_KERNEL } else { KERNEL };
+    let attend = Launch::new(kernel, prefill.variant(kernel, problem)?, config, parameter);
     let combine = decode::combine(problem, device, &split, &params, (queries * call.group()).min(prefill.tile.rows()))?;
     let list = [Some(attend), combine].into_iter().flatten().collect();
     Ok(Some(Launches { list, store_new_tokens: false }))
@@ -73,7 +75,7 @@ fn kernel_for(problem: &Attention, device: &Device) -> Option<HopperPrefill> {
     let fits = device.has_tensor_maps
         && tile.shared_bytes <= device.shared_memory
         && supports_tma(problem.q.dtype, problem.q.data, &prefill.query_axes(problem))
-        && (prefill.loads_kv_by_tma(problem) || loads_kv_by_cp_async(problem));
+        && prefill.loads_kv(problem);
     ((is_unbalanced_otherwise || saves_tiles || has_half_tiles) && has_many_keys && fits).then_some(prefill)
 }
 
@@ -131,6 +133,18 @@ mod tests {
         }
         let contiguous = Attention { keys: ragged().keys, k: ragged().k, v: ragged().v, ..few_queries(2, 5, [12, 2]) };
         assert_eq!(first_kernel(&contiguous), "hopper_split_kv_bf16_128_split_kv_contiguous_none");
+    }
+
+    #[test]
+    fn eight_bit_pages_take_a_kernel_of_their_own() {
+        let codes = Attention { kv_dtype: DType::F8E4M3FN, ..few_queries(16, 5, [28, 4]) };
+        assert_eq!(first_kernel(&codes), "hopper_split_kv_8bit_128_8bit_split_kv");
+        let mut capped = codes;
+        capped.score.softcap = 30.0;
+        let odd = Attention { head_dim: 72, value_dim: 72, ..codes };
+        for problem in [capped, odd] {
+            assert!(!first_kernel(&problem).starts_with("hopper_split_kv"));
+        }
     }
 
     /// The grids of a call's launches.

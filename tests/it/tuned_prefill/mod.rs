@@ -1,6 +1,7 @@
 //! Hopper's prefill kernels: sequences long enough for their tiles and blocks, with all pairs of the options that matter
 //! to them, against the reference on every device; and on Hopper, that these kernels were launched.
 
+mod eight_bit_caches;
 #[cfg(feature = "cuda")]
 mod on_their_own_gpu;
 

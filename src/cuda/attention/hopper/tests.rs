@@ -3,8 +3,8 @@
 use super::super::LaunchPlan;
 use super::super::tests::{device, named_on, problem};
 use super::*;
-use crate::problem::Scale;
 use crate::problem::attention::{Alibi, Keys, PageTable, Queries};
+use crate::problem::{KvScaleCache, Scale};
 use crate::tensor::DType;
 use std::ptr::null;
 
@@ -152,6 +152,28 @@ fn e4m3fn_q_k_and_v_take_the_fp8_kernel() {
         Attention { batch_invariant: true, ..short(7 * 512, 14 * 512) },
     ] {
         assert_eq!(name(&general), "hopper_prefill_fp8_128_contiguous_scaled");
+    }
+}
+
+#[test]
+fn eight_bit_pages_are_converted_for_16_bit_queries() {
+    let over = |plain: Attention<'static>, kv_dtype| Attention { kv_dtype, ..plain };
+    for (dtype, page_size) in [(DType::F8E4M3FN, 16), (DType::F8E5M2, 8)] {
+        assert_eq!(first_kernel(&over(paged(page_size), dtype)), "hopper_prefill_8bit_128_8bit_row_scaled");
+    }
+    let mut capped = over(paged(16), DType::F8E4M3FN);
+    capped.score.softcap = 30.0;
+    assert_eq!(first_kernel(&capped), "hopper_prefill_8bit_128_8bit_softcap_alibi");
+    let scales = KvScaleCache { k: capped.k, v: capped.v };
+    for problem in [
+        // TMA does not load pages of 12 tokens; packed keys; D or Dv between the tiles; a scale per row.
+        over(paged(12), DType::F8E4M3FN),
+        over(ragged(), DType::F8E4M3FN),
+        of_dims(&over(paged(16), DType::F8E4M3FN), 96, 96),
+        of_dims(&over(paged(16), DType::F8E4M3FN), 128, 64),
+        Attention { scale_cache: Some(scales), ..over(paged(16), DType::F8E4M3FN) },
+    ] {
+        assert!(first_kernel(&problem).starts_with("attention_"));
     }
 }
 

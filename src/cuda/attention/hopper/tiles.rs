@@ -33,7 +33,7 @@ impl HopperPrefillTile {
     }
 
     pub(in crate::cuda::attention) fn threads(&self) -> u32 {
-        128 * (self.warpgroups + 1)
+        128 * (self.warpgroups + 1 + u32::from(self.converts_kv()))
     }
 
     /// Elements of `bytes` bytes in a row of a swizzle atom: 128 bytes, or 64 if the head dimensions are no multiples of that.
@@ -44,7 +44,17 @@ impl HopperPrefillTile {
 
     /// The same for K and V.
     pub(super) fn kv_atom_row(&self) -> i64 {
-        self.atom_row(self.bytes as usize)
+        self.atom_row(self.kv_bytes() as usize)
+    }
+
+    /// Whether the kernel converts K and V of 8 bits to f16 (`convert_kv.cuh`).
+    pub(in crate::cuda::attention) fn converts_kv(&self) -> bool {
+        self.loaded_stages > 0
+    }
+
+    /// Bytes of an element of K and V.
+    pub(super) fn kv_bytes(&self) -> u32 {
+        if self.converts_kv() { 1 } else { self.bytes }
     }
 
     /// Whether a warp stores its rows of O as a box for each atom column (`kOutputPasses` in `fp8_shape.cuh`).
@@ -154,11 +164,11 @@ impl HopperPrefillTile {
         (!self.is_tiny(), self.columns(), self.is_general(), self.logits == "softcap_alibi")
     }
 
-    /// Whether D and Dv fit. The fp8 tiles take exactly theirs, because fewer columns would change what small D compute:
-    /// products in 8 bits instead of 16 (`docs/semantics.md`, "fp8 queries").
+    /// Whether D and Dv fit. The tiles for 8-bit K and V take exactly theirs: with e4m3fn q because fewer columns would change what
+    /// small D compute, products in 8 bits instead of 16 (`docs/semantics.md`, "fp8 queries").
     fn has_columns(&self, problem: &Attention) -> bool {
         let [dim, value_dim] = [self.dim, self.value_dim].map(|dim| dim as usize);
-        match self.bytes {
+        match self.kv_bytes() {
             1 => [dim, value_dim] == [problem.head_dim, problem.value_dim],
             _ => dim >= problem.head_dim && value_dim >= problem.value_dim,
         }
@@ -177,15 +187,19 @@ impl HopperPrefillTile {
             return false;
         };
         let score = &problem.score;
-        let is_plain =
-            if bytes == 1 { score.softcap == 0.0 && score.alibi.is_none() } else { !transforms_logits(problem) };
+        // Scales of q and K are a transform of their own, except where K and V have 8 bits.
+        let is_plain = match self.kv_bytes() {
+            1 => score.softcap == 0.0 && score.alibi.is_none(),
+            _ => !transforms_logits(problem),
+        };
         let transforms = match self.logits {
-            "none" | "scaled" | "bias" => is_plain,
+            "none" | "scaled" | "row_scaled" | "bias" => is_plain,
             "softcap" => score.softcap > 0.0 && score.alibi.is_none(),
             _ => !is_plain,
         };
         let has_bias = self.logits == "bias";
-        problem.kv_dtype == dtype
+        let takes_kv = if self.converts_kv() { converts(problem) } else { problem.kv_dtype == dtype };
+        takes_kv
             && has_bias == score.bias.is_some()
             && (!has_bias || self.takes_bias(problem))
             && self.bytes == bytes
@@ -193,4 +207,11 @@ impl HopperPrefillTile {
             && transforms
             && self.suits_key_ranges(problem)
     }
+}
+
+/// Whether 8-bit pages of the call can be converted to f16 without scales of their rows.
+fn converts(problem: &Attention) -> bool {
+    [DType::F8E4M3FN, DType::F8E5M2].contains(&problem.kv_dtype)
+        && problem.scale_cache.is_none()
+        && matches!(problem.keys.storage, KeyStorage::Paged(_))
 }
