@@ -18,6 +18,7 @@
 #include "paged_rows.cuh"
 #include "params/token_scales.cuh"
 #include "ptx.cuh"
+#include "scale_exponents.cuh"
 #include "softmax.cuh"
 #include "token_scales_ptx.cuh"
 #include "whole_rows.cuh"
@@ -131,7 +132,7 @@ struct TokenScaleState : SoftmaxState<kRowTiles, kColumnTiles, kTileRows> {
 
   __device__ __forceinline__ TokenScaleState() {
 #pragma unroll
-    for (int tile = 0; tile < kRowTiles; ++tile) exponents[tile] = packed(kLargestExponent, kLargestExponent);
+    for (int tile = 0; tile < kRowTiles; ++tile) exponents[tile] = packed(kLargestScaleExponent, kLargestScaleExponent);
   }
 
   /// Multiplies the probabilities of a row tile, which `update` has computed, by the scales of V at shared address
@@ -147,9 +148,9 @@ struct TokenScaleState : SoftmaxState<kRowTiles, kColumnTiles, kTileRows> {
       uint32_t largest = 0;
 #pragma unroll
       for (int key = 0; key < kKeys; key += 32) {
-        largest = max(largest, exponent_of(ptx::load_shared_f32(values + (key + lane % min(kKeys, 32)) * 4)));
+        largest = max(largest, exponent_of_scale(ptx::load_shared_f32(values + (key + lane % min(kKeys, 32)) * 4)));
       }
-      next[0] = next[kHalves - 1] = exponent_for(__reduce_max_sync(~0u, static_cast<int32_t>(largest)));
+      next[0] = next[kHalves - 1] = exponent_for_scales(__reduce_max_sync(~0u, static_cast<int32_t>(largest)));
     } else {
       uint32_t largest[kHalves] = {};
 #pragma unroll
@@ -157,14 +158,15 @@ struct TokenScaleState : SoftmaxState<kRowTiles, kColumnTiles, kTileRows> {
         const float2 scale = ptx::load_shared_f32x2(address + 32 * block);
 #pragma unroll
         for (int i = 0; i < 2 * kHalves; ++i) {
-          const uint32_t own = visible.has(block, i, p[block][i]) ? exponent_of(i % 2 == 0 ? scale.x : scale.y) : 0;
+          const uint32_t own =
+              visible.has(block, i, p[block][i]) ? exponent_of_scale(i % 2 == 0 ? scale.x : scale.y) : 0;
           largest[i / 2] = max(largest[i / 2], own);
         }
       }
 #pragma unroll
       for (int half = 0; half < kHalves; ++half) {
         largest[half] = max(largest[half], __shfl_xor_sync(~0u, largest[half], 1));
-        next[half] = exponent_for(max(largest[half], __shfl_xor_sync(~0u, largest[half], 2)));
+        next[half] = exponent_for_scales(max(largest[half], __shfl_xor_sync(~0u, largest[half], 2)));
       }
     }
 #pragma unroll
@@ -173,8 +175,7 @@ struct TokenScaleState : SoftmaxState<kRowTiles, kColumnTiles, kTileRows> {
       float factors[2] = {};
 #pragma unroll
       for (int half = 0; half < kHalves; ++half) {
-        const int32_t change = next[half] - exponent(tile, half);
-        factors[half] = change < -126 ? 0.0f : power_of_two(change);
+        factors[half] = exponent_change(next[half] - exponent(tile, half));
       }
       this->scale_output(tile, factors);
       exponents[tile] = packed(next[0], next[kHalves - 1]);
@@ -219,27 +220,11 @@ struct TokenScaleState : SoftmaxState<kRowTiles, kColumnTiles, kTileRows> {
   }
 
  private:
-  /// That of scales below 2^-111.
-  static constexpr int32_t kLargestExponent = 126;
-
   static __device__ __forceinline__ uint32_t packed(int32_t first, int32_t second) {
     return __byte_perm(first, second, 0x5410);
   }
   __device__ __forceinline__ int32_t exponent(int tile, int half) const {
     return static_cast<int16_t>(exponents[tile] >> 16 * half);
-  }
-
-  /// The exponent field of a scale; 0 for a NaN and infinity, which no power of two brings into f16's range.
-  static __device__ __forceinline__ uint32_t exponent_of(float scale) {
-    const uint32_t field = __float_as_uint(scale) >> 23 & 0xff;
-    return field == 0xff ? 0 : field;
-  }
-  /// The exponent for scales whose largest exponent field is `field`.
-  static __device__ __forceinline__ int32_t exponent_for(int32_t field) {
-    return min(127 + 14 - field, kLargestExponent);
-  }
-  static __device__ __forceinline__ float power_of_two(int32_t exponent) {
-    return __uint_as_float(static_cast<uint32_t>(127 + exponent) << 23);
   }
 };
 

@@ -100,6 +100,31 @@ fn few_queries_over_8_bit_pages_agree_with_the_reference() {
     }
 }
 
+/// The same with a scale per row; those that no query attends to are NaN and infinities.
+#[test]
+fn few_queries_over_scaled_rows_agree_with_the_reference() {
+    for seed in 0..12_usize {
+        let spec = BatchSpec {
+            dtypes: Dtypes::SCALED[seed % 6],
+            heads: [(8, 2), (7, 1), (12, 2), (16, 1), (4, 4)][seed % 5],
+            head_dim: [128, 64, 256][seed % 3],
+            mask: if seed % 4 == 1 { Mask::sliding(333) } else { Mask::CAUSAL },
+            lengths: if seed < 3 { MANY.to_vec() } else { LENGTHS[seed / 3 % 4].to_vec() },
+            sinks: seed % 2 == 0,
+            scales: [[ScaleKind::None, ScaleKind::PerTensor][seed / 3 % 2], ScaleKind::None, ScaleKind::None],
+            seed: seed as u64,
+            ..BatchSpec::default()
+        };
+        let layout = MemoryLayout {
+            rows_around: (3, 5),
+            workspace: Some(if seed % 6 == 4 { 1_000_000 } else { WORKSPACE }),
+            seed: seed as u64,
+            ..MemoryLayout::paged(KvLayout::Interleaved, [16, 24, 8, 128][seed / 3 % 4])
+        };
+        assert_named_matches_reference(&format!("{seed}: {spec:?}"), &mut AttentionCase::paged(&spec.batch(), &layout));
+    }
+}
+
 #[test]
 fn hostile_metadata_does_not_affect_valid_sequences() {
     for seed in 0..32 {
@@ -161,6 +186,14 @@ mod on_their_own_gpu {
             AttentionCase::flash(&spec.batch(), &layout)
                 .invocation()
                 .assert_logs(&gpu, &[&format!("hopper_split_kv_8bit_{head_dim}_8bit_split_kv with")]);
+            // No keys are split there.
+            if head_dim == 256 {
+                continue;
+            }
+            let spec = BatchSpec { dtypes: Dtypes::SCALED[0], ..spec };
+            AttentionCase::paged(&spec.batch(), &layout)
+                .invocation()
+                .assert_logs(&gpu, &[&format!("hopper_split_kv_token_scales_{head_dim}_token_scales_split_kv with")]);
         }
     }
 }

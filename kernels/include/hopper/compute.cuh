@@ -17,6 +17,7 @@
 #include "hopper/shifted_bias.cuh"
 #include "hopper/swizzle_atom.cuh"
 #include "hopper/tile_loop.cuh"
+#include "hopper/token_scales.cuh"
 #include "hopper/wgmma.cuh"
 #include "logits_transform.cuh"
 #include "output_rows.cuh"
@@ -54,7 +55,7 @@ __device__ __forceinline__ void compute_tiles(const HopperPrefillParams& prefill
   // logits_none leaves the softmax scale to the exponent, softcap the cap and row_scaled the factor of a row;
   // softcap_alibi turns scores into logits in base 2.
   constexpr bool kScaleInExponent = !std::is_same_v<LogitsTransform, logits_softcap_alibi>;
-  constexpr bool kScalesRows = std::is_same_v<LogitsTransform, logits_row_scaled>;
+  constexpr bool kHasRowUnits = std::is_same_v<LogitsTransform, logits_row_scaled>;
   constexpr bool kRoundsPerBlock = !kTransforms && !Shape::kHasLeanLoop;
   using Atom = typename Shape::Atom;
   using KeyBlock = typename Shape::KeyBlock;
@@ -104,6 +105,7 @@ __device__ __forceinline__ void compute_tiles(const HopperPrefillParams& prefill
   float scores[kKeys / 8][4];
   uint32_t weights[kKeys / 16][4];
   OnlineSoftmax<Shape::kOutputColumns / 8> state;
+  [[maybe_unused]] TokenScaleWeights token_scales;
 
   // S = Q K^T of a stage of K, as one wgmma group.
   const auto issue_qk = [&](const KeyState& at) {
@@ -185,11 +187,12 @@ __device__ __forceinline__ void compute_tiles(const HopperPrefillParams& prefill
         return;
       }
     }
+    if constexpr (Shape::kHasTokenScales) token_scales.reset();
     // In blocks [common_begin, common_end) every row attends to every key.
     const int32_t common_begin = uniform((tile.work.keys.common_begin + kKeys - 1) / kKeys);
     int32_t common_end = uniform(tile.work.keys.common_end / kKeys);
     // With a factor that is not positive all blocks are computed as those with a mask, which transform their scores.
-    if (kScalesRows && uniform(static_cast<int32_t>(logits_row_scaled::is_identity(tile.work))) == 0) common_end = 0;
+    if (kHasRowUnits && uniform(static_cast<int32_t>(logits_row_scaled::is_identity(tile.work))) == 0) common_end = 0;
     // The block whose scores are computed. `weights` has P of the block before it in the loop, which is block + 1.
     int32_t block = end - 1;
     if constexpr (Shape::kConvertsKv) {
@@ -201,7 +204,7 @@ __device__ __forceinline__ void compute_tiles(const HopperPrefillParams& prefill
     }
     const auto transformed_rows = transform.rows(tile.work, warp_row, FindRow{prefill, tile});
     const auto update_state = [&] {
-      if constexpr (kScalesRows) {
+      if constexpr (kHasRowUnits) {
         const float units[2] = {transformed_rows.log2_unit(0), transformed_rows.log2_unit(1)};
         state.update(scores, units);
       } else {
@@ -210,16 +213,26 @@ __device__ __forceinline__ void compute_tiles(const HopperPrefillParams& prefill
     };
     // `count` is the block's number in the CTA.
     const auto softmax_block = [&](bool masked, int32_t count) {
+      [[maybe_unused]] const PipelineState<2> scale_state(count);
+      if constexpr (Shape::kHasTokenScales) {
+        pipeline.scales_full(scale_state).wait();
+        TokenScaleWeights::scale_scores(scores, pipeline.key_scales(scale_state.stage));
+      }
       if constexpr (Shape::kShiftsBias) {
         add_shifted_bias<Shape, BiasElement<Shape, T>>(pipeline, prefill, tile, scores, LogitsTransform::factor(params),
                                                        count);
       } else if constexpr (Shape::kHasBias) {
         add_bias<Shape, T>(pipeline, scores, LogitsTransform::factor(params), count);
-      } else if (masked || !kScalesRows) {
+      } else if (masked || !kHasRowUnits) {
         transform.template apply<T>(scores, transformed_rows, block * kKeys);
       }
       if (masked) mask_scores(scores, prefill, tile, warp_row, block * kKeys);
       update_state();
+      if constexpr (Shape::kHasTokenScales) {
+        token_scales.scale_weights(scores, pipeline.value_scales(scale_state.stage), masked, state.rescale);
+        __syncwarp();
+        release(pipeline.scales_empty(scale_state));
+      }
     };
     // Clears the invisible rows of V of `block`, if it has any, after its weights have been packed.
     const auto clear_partial_values = [&] {
@@ -303,7 +316,7 @@ __device__ __forceinline__ void compute_tiles(const HopperPrefillParams& prefill
     pipeline.values_full(last).wait();
     issue_pv(last);
     // Overlaps with the last P V.
-    if constexpr (kScalesRows) {
+    if constexpr (kHasRowUnits) {
       const float units[2] = {transformed_rows.log2_unit(0), transformed_rows.log2_unit(1)};
       state.round_max_weight(units, round_to<T>);
     } else if constexpr (kScaleInExponent && !kRoundsPerBlock) {
@@ -312,6 +325,7 @@ __device__ __forceinline__ void compute_tiles(const HopperPrefillParams& prefill
     finalize_rows();
     ptx::wgmma_wait_group<0>();
     if (is_lane_0) pipeline.release_values(last);
+    if constexpr (Shape::kHasTokenScales) token_scales.finish(state.output);
     ++block_count;
     if constexpr (Shape::kHasWarpgroupBlocks) {
       pass_blocks(pipeline, block_count, first - uniform(tile.first_block));

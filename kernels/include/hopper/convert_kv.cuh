@@ -1,5 +1,5 @@
-// 8-bit K and V in pages, converted to f16 in shared memory for wgmma. f16 represents every number of the 8-bit formats,
-// and the portable kernels compute in f16 too (fp8.cuh).
+// 8-bit K and V in pages, converted to f16 in shared memory for wgmma. f16 represents every number of the 8-bit
+// formats, and the portable kernels compute in f16 too (fp8.cuh).
 //
 // TMA loads a block in 8 bits, and the converter warps write it as f16 into the stage that the compute warps read, half
 // of the warps that of K and half of them that of V.
@@ -42,7 +42,7 @@ class KvConverter {
  public:
   __device__ __forceinline__ KvConverter(const HopperPrefillParams& params, const Pipeline<Shape>& pipeline,
                                          int32_t part)
-      : pipeline_(pipeline), part_(part), is_e5m2_(params.attention.kv_is_e5m2 != 0) {
+      : pipeline_(pipeline), part_(part), is_other_(is_other_format(params)) {
     const int32_t lane = threadIdx.x % 32, chunk = lane % 4, row = lane / 8 ^ (lane & 4) / 4 * 5;
     from_ = part * kRowGroups * From::kStrideByteOffset + FromAtom::offset(row, chunk);
     to_ = part * kRowGroups * To::kStrideByteOffset + ToAtom::offset(row, 2 * chunk);
@@ -59,10 +59,12 @@ class KvConverter {
     (kOfKeys ? pipeline_.keys_empty(state) : pipeline_.values_empty(state)).producer_wait();
     const uint32_t from = kOfKeys ? pipeline_.loaded_keys(loaded.stage) : pipeline_.loaded_values(loaded.stage);
     const uint32_t to = kOfKeys ? pipeline_.keys(state.stage) : pipeline_.values(state.stage);
-    if (is_e5m2_) {
-      convert_rows<true>(from, to);
+    if (!is_other_) {
+      convert_rows<Fp8<false>, false>(from, to);
+    } else if (Shape::kHasTokenScales) {
+      convert_rows<ScaledI8, false>(from, to);
     } else {
-      convert_rows<false>(from, to);
+      convert_rows<Fp8<false>, true>(from, to);
     }
     const int32_t first_key = block * Shape::kKeys;
     if (!kOfKeys && (first_key < tile.visible_begin || first_key + Shape::kKeys > tile.visible_end)) {
@@ -80,9 +82,17 @@ class KvConverter {
   }
 
  private:
+  /// Whether the format is not e4m3fn, but int8 if rows have scales, else e5m2.
+  static __device__ __forceinline__ bool is_other_format(const HopperPrefillParams& params) {
+    if constexpr (Shape::kHasTokenScales) {
+      return reinterpret_cast<const HopperTokenScaleParams&>(params).kv_is_i8 != 0;
+    } else {
+      return params.attention.kv_is_e5m2 != 0;
+    }
+  }
   /// Converts this warp's rows, few chunks at a time: more stores in a row are in the way of wgmma, which reads its
   /// operands from shared memory meanwhile.
-  template <bool kIsE5m2>
+  template <typename Stored, bool kIsE5m2>
   __device__ __forceinline__ void convert_rows(uint32_t from, uint32_t to) const {
     from += from_;
     to += to_;
@@ -100,24 +110,24 @@ class KvConverter {
       for (int i = 0; i < kGroups * kSteps; ++i) {
         const uint4& own = codes[i / kSteps][i % kSteps];
         const uint32_t chunk = to + i % kSteps * To::kLeadingByteOffset + i / kSteps * To::kStrideByteOffset;
-        xa::ptx::store_shared_16(chunk, decode<kIsE5m2>(own.x, own.y));
-        xa::ptx::store_shared_16(chunk ^ 16, decode<kIsE5m2>(own.z, own.w));
+        xa::ptx::store_shared_16(chunk, decode<Stored, kIsE5m2>(own.x, own.y));
+        xa::ptx::store_shared_16(chunk ^ 16, decode<Stored, kIsE5m2>(own.z, own.w));
       }
       from += kGroups * From::kStrideByteOffset;
       to += kGroups * To::kStrideByteOffset;
     }
   }
   /// Eight codes as f16.
-  template <bool kIsE5m2>
+  template <typename Stored, bool kIsE5m2>
   static __device__ __forceinline__ uint4 decode(uint32_t low, uint32_t high) {
-    const TwoPairs first = decode_neighbours<Fp8<false>, kIsE5m2>(low);
-    const TwoPairs second = decode_neighbours<Fp8<false>, kIsE5m2>(high);
+    const TwoPairs first = decode_neighbours<Stored, kIsE5m2>(low);
+    const TwoPairs second = decode_neighbours<Stored, kIsE5m2>(high);
     return make_uint4(first.first, first.second, second.first, second.second);
   }
 
   const Pipeline<Shape>& pipeline_;
   const int32_t part_;
-  const bool is_e5m2_;
+  const bool is_other_;
   uint32_t from_, to_;  // of this lane's first chunk in a block
 };
 

@@ -31,7 +31,7 @@ struct F32PrefillShape : Config {
   static constexpr int kTransposeWarps = 0;
   static constexpr bool kOutputTypeAtRunTime = false, kMayWidenOutput = false;
   static constexpr bool kConvertsKv = false;
-  static constexpr int kConverterWarps = 0;
+  static constexpr int kConverterWarps = 0, kScaleStages = 0;
   static constexpr bool kHasPaddingHeads = false;
   static constexpr bool kHasWarpgroupBlocks = false;
   /// Its load warps fence themselves (f32_load.cuh).

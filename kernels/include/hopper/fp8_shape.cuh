@@ -64,7 +64,7 @@ struct Fp8PrefillShape : Config {
   using KeyBlock = LoadedValueBlock;
   using LoadedKeyBlock = KeyBlock;
   static constexpr bool kConvertsKv = false;
-  static constexpr int kConverterWarps = 0;
+  static constexpr int kConverterWarps = 0, kScaleStages = 0;
   static constexpr int kLoadedKeyStages = Config::kStages, kLoadedValueStages = Config::kStages;
   /// V transposed: atom columns of 128 keys, [atom column][column of V][key].
   struct ValueBlock {

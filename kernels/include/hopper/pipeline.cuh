@@ -11,6 +11,7 @@
 //   8-bit K or V     TMA, then the converter warps   compute warps (convert_kv.cuh)
 //   f32 K or V       cp.async of the load warps      compute warps, which split them (f32_compute.cuh)
 //   bias             TMA or cp.async, bias warp      compute warps
+//   scales of rows   cp.async, a load warp           compute warps (token_scales.cuh)
 //
 // In a cluster of two CTAs, TMA of one CTA writes K to both, and of the other one V. Each CTA expects the bytes at its
 // own full barriers; the compute warps of both arrive at the empty barrier of the CTA that loads.
@@ -86,7 +87,9 @@ class Pipeline {
     kTileIndexEmpty = kTileIndexFull + kSharesTileIndex,
     kBiasFull = kTileIndexEmpty + kSharesTileIndex,
     kBiasEmpty = kBiasFull + Shape::kBiasStages,
-    kKeysCopied = kBiasEmpty + Shape::kBiasStages,
+    kScalesFull = kBiasEmpty + Shape::kBiasStages,
+    kScalesEmpty = kScalesFull + Shape::kScaleStages,
+    kKeysCopied = kScalesEmpty + Shape::kScaleStages,
     kValuesCopied = kKeysCopied + (Shape::kHasCpAsyncLoader ? kStages : 0),
     kBarriers = kValuesCopied + (Shape::kHasCpAsyncLoader ? kValueStages : 0),
   };
@@ -139,6 +142,8 @@ class Pipeline {
     }
     init(kBiasFull, Shape::kBiasStages, Shape::kShiftsBias ? 32 : 1);
     init(kBiasEmpty, Shape::kBiasStages, Shape::kComputeWarps);
+    init(kScalesFull, Shape::kScaleStages, 32);
+    init(kScalesEmpty, Shape::kScaleStages, Shape::kComputeWarps);
     ptx::fence_mbarrier_init();
     ptx::fence_proxy_async_shared();
   }
@@ -238,6 +243,16 @@ class Pipeline {
     return barrier(kBiasEmpty, state);
   }
 
+  /// The scales of the rows of a block, and their place.
+  template <int kCount>
+  __device__ __forceinline__ Barrier scales_full(PipelineState<kCount> state) const {
+    return barrier(kScalesFull, state);
+  }
+  template <int kCount>
+  __device__ __forceinline__ Barrier scales_empty(PipelineState<kCount> state) const {
+    return barrier(kScalesEmpty, state);
+  }
+
   /// Sends the cluster's tile index number `count`, a value of the tile counter, to its second CTA. Run by a warp of
   /// the first one.
   __device__ __forceinline__ void send_tile_index(uint32_t index, int32_t count) const {
@@ -278,6 +293,12 @@ class Pipeline {
     } else {
       return values(stage);
     }
+  }
+  __device__ __forceinline__ uint32_t key_scales(uint32_t stage) const {
+    return address_ + Shape::kScalesOffset + stage * Shape::kScaleBytes;
+  }
+  __device__ __forceinline__ uint32_t value_scales(uint32_t stage) const {
+    return key_scales(stage) + Shape::kScaleBytes / 2;
   }
   __device__ __forceinline__ uint32_t bias(uint32_t stage) const {
     return address_ + Shape::kBiasOffset + stage * Shape::kBiasBytes;

@@ -12,6 +12,7 @@
 #include "hopper/ptx.cuh"
 #include "hopper/schedule.cuh"
 #include "hopper/shifted_bias.cuh"
+#include "hopper/token_scales.cuh"
 #include "params/hopper_prefill.cuh"
 #include "work_tile.cuh"
 
@@ -62,6 +63,8 @@ __device__ __forceinline__ void prefill(const HopperPrefillParams& params, const
           load_shifted_bias<Shape, BiasElement<Shape, T>>(params, pipeline);
         } else if constexpr (Shape::kHasBias) {
           load_bias<Shape>(params, pipeline);
+        } else if constexpr (Shape::kHasTokenScales) {
+          load_token_scales<Shape>(params, pipeline);
         }
         publish_rows<Shape>(params, pipeline);
       }

@@ -6,8 +6,8 @@
 // with Q, K, V and O in swizzle atoms (swizzle_atom.cuh):
 //
 //   Q | K [kStages] | V [kValueStages] | K and V as loaded [kLoadedStages] | bias [kBiasStages] | O staging |
-//   row entries of the cp.async loaders | factors of converted rows of Q | PrefillTile [2] |
-//   WorkTile and WorkRange of hopper_split_kv | mbarriers
+//   row entries of the cp.async loaders | factors of converted rows of Q | scales of rows [kScaleStages] |
+//   PrefillTile [2] | WorkTile and WorkRange of hopper_split_kv | mbarriers
 #pragma once
 
 #include <cstdint>
@@ -147,8 +147,9 @@ struct PrefillShape : Config {
   /// Whether packs may have padding heads.
   static constexpr bool kHasPaddingHeads = !kTransformsLogits<Config>;
 
-  /// The K warp and the V warp, and that of the bias.
-  static constexpr int kLoadWarps = kHasBias ? 3 : 2, kKeyLoadWarps = kConvertsKv ? kConverterWarps / 2 : 1;
+  /// The K warp and the V warp, and that of the bias or of the scales of rows.
+  static constexpr int kLoadWarps = kHasBias || Config::kHasTokenScales ? 3 : 2,
+                       kKeyLoadWarps = kConvertsKv ? kConverterWarps / 2 : 1;
   /// The scheduler looks for the next tile once so many blocks of K are to be loaded besides the next one. Earlier,
   /// long tiles would be assigned before it is known which CTA is free first; later, their loads would be late.
   static constexpr int kBlocksToGo = 2;
@@ -199,7 +200,10 @@ struct PrefillShape : Config {
   static constexpr int kRowEntries = kHasCpAsyncLoader ? (Config::kKeys / 2 + 31) / 32 * 32 : 0;
   static constexpr int kRowEntriesOffset = kOutputOffset + (kHasOutputStaging ? kOutputBytes : 0);
   static constexpr int kRowFactorsOffset = kRowEntriesOffset + 4 * 4 * kRowEntries;
-  static constexpr int kTilesOffset = kRowFactorsOffset + (kConvertsKv ? 4 * kRows : 0);
+  /// Scales of the rows of K and of those of V of a block (token_scales.cuh).
+  static constexpr int kScaleStages = Config::kHasTokenScales ? 2 : 0, kScaleBytes = 2 * 4 * Config::kKeys;
+  static constexpr int kScalesOffset = kRowFactorsOffset + (kConvertsKv ? 4 * kRows : 0);
+  static constexpr int kTilesOffset = kScalesOffset + kScaleStages * kScaleBytes;
   /// With kSplitsKeys, a WorkTile and a WorkRange.
   static constexpr int kWorkTileOffset = kTilesOffset + 2 * static_cast<int>(sizeof(Tile));
   static constexpr int kWorkRangeOffset = kWorkTileOffset + static_cast<int>(sizeof(WorkTile));

@@ -10,6 +10,7 @@
 #include "hopper/pipeline.cuh"
 #include "hopper/ptx.cuh"
 #include "hopper/schedule.cuh"
+#include "hopper/token_scales.cuh"
 #include "output_rows.cuh"
 #include "params/hopper_prefill.cuh"
 #include "partial_rows.cuh"
@@ -91,7 +92,11 @@ __device__ __forceinline__ void split_kv(const HopperPrefillParams& prefill, uin
         schedule_work_range<Shape>(prefill, pipeline, work, range, index.index);
         break;
       default:
-        publish_rows<Shape>(prefill, pipeline);
+        if constexpr (Shape::kHasTokenScales) {
+          load_token_scales<Shape>(prefill, pipeline);
+        } else {
+          publish_rows<Shape>(prefill, pipeline);
+        }
         break;
     }
   } else {
@@ -99,8 +104,8 @@ __device__ __forceinline__ void split_kv(const HopperPrefillParams& prefill, uin
     // While the first blocks are on their way.
     store_split_record<Shape::kRows>(attention, work, range, index.index);
     __syncwarp();
-    // As in hopper_prefill_8bit.cu.
-    constexpr bool kHasOneStep = Shape::kConvertsKv && Shape::kHeadDim > 128;
+    // As in hopper_prefill_8bit.cu and hopper_prefill_token_scales.cu.
+    constexpr bool kHasOneStep = Shape::kHasTokenScales || (Shape::kConvertsKv && Shape::kHeadDim > 128);
     compute_tiles<Shape, T, LogitsTransform, kHasOneStep>(prefill, pipeline);
     if (attention.clears_padding_rows == 0) return;
     clear_padding_rows<T, Shape::kComputeThreads>(attention, starts_ascend(work.maxima), range.live,

@@ -94,6 +94,10 @@ __device__ __forceinline__ void pass_blocks(const Pipeline<Shape>& pipeline, int
     const PipelineState<Shape::kStages> now(block_count);
     pass(pipeline.keys_full(now), pipeline.keys_empty(now));
     pass(pipeline.values_full(now), pipeline.values_empty(now));
+    if constexpr (Shape::kHasTokenScales) {
+      const PipelineState<Shape::kScaleStages> scales(block_count);
+      pass(pipeline.scales_full(scales), pipeline.scales_empty(scales));
+    }
   }
 }
 

@@ -11,23 +11,26 @@ use super::{Call, Launch, Launches, Parameter, UNLIMITED, decode, longest_or_mea
 use crate::cuda::device::Device;
 use crate::cuda::enqueue::{LaunchAttributes, LaunchConfig};
 use crate::cuda::kernel_launch::{COUNTER_BYTES, Counters};
-use crate::cuda::params::attention::AttentionParams;
+use crate::cuda::params::attention::{AttentionParams, KvSource};
 use crate::cuda::params::bias::BiasSource;
 use crate::cuda::params::divisor::IndexDivisor;
-use crate::cuda::params::hopper_prefill::{HopperBiasParams, HopperKeyRangeParams, HopperPrefillParams};
+use crate::cuda::params::hopper_prefill::{
+    HopperBiasParams, HopperKeyRangeParams, HopperPrefillParams, HopperTokenScaleParams,
+};
 use crate::cuda::params::key_ranges::KeyRangeSource;
 use crate::cuda::tensor_map::{Axis, L2Promotion, TensorMap, supports_tma};
 use crate::cuda::tiles::{HOPPER_PREFILL, HopperPrefillTile};
 use crate::cuda::variants;
 use crate::error::Result;
-use crate::problem::KvView;
 use crate::problem::attention::{Attention, Bias, KeyStorage};
-use crate::tensor::Tensor;
+use crate::problem::{KvScaleCache, KvView};
+use crate::tensor::{DType, Tensor};
 use std::ptr::null_mut;
 
 const KERNEL: &str = "hopper_prefill";
 const FP8_KERNEL: &str = "hopper_prefill_fp8";
 const EIGHT_BIT_KERNEL: &str = "hopper_prefill_8bit";
+const TOKEN_SCALES_KERNEL: &str = "hopper_prefill_token_scales";
 const F32_KERNEL: &str = "hopper_prefill_f32";
 const KEY_RANGES_KERNEL: &str = "hopper_key_ranges";
 const BIAS_KERNEL: &str = "hopper_bias";
@@ -174,12 +177,13 @@ impl HopperPrefill {
         let next_tile = self.next_tile(problem, tiles, device);
         let of = PrefillParameter { prefill: *self, problem, attention: *attention, next_tile };
         let bias = problem.score.bias.map(|bias| loaded_bias(problem).map_or(bias, |loaded| loaded.bias));
-        let (kernel, parameter) = match (self.tile.bytes, bias) {
-            (1, _) => (FP8_KERNEL, Parameter::Prefill(of)),
-            (4, _) => (F32_KERNEL, Parameter::Prefill(of)),
+        let (kernel, parameter) = match (self.tile.bytes, bias, problem.scale_cache) {
+            (_, _, Some(scales)) => (TOKEN_SCALES_KERNEL, Parameter::PrefillTokenScales(of, scales)),
+            (1, ..) => (FP8_KERNEL, Parameter::Prefill(of)),
+            (4, ..) => (F32_KERNEL, Parameter::Prefill(of)),
             _ if self.tile.takes_key_ranges => (KEY_RANGES_KERNEL, Parameter::PrefillKeyRanges(of)),
             _ if self.tile.converts_kv() => (EIGHT_BIT_KERNEL, Parameter::Prefill(of)),
-            (_, Some(bias)) => (BIAS_KERNEL, Parameter::PrefillBias(of, bias)),
+            (_, Some(bias), _) => (BIAS_KERNEL, Parameter::PrefillBias(of, bias)),
             _ => (KERNEL, Parameter::Prefill(of)),
         };
         let launch = Launch::new(kernel, self.variant(kernel, problem)?, self.shape(problem, tiles, device), parameter);
@@ -197,7 +201,9 @@ impl HopperPrefill {
         match self.tile.bytes {
             1 => variants::find(kernel, &[head_dim, storage, logits]),
             4 => variants::find(kernel, &[head_dim, logits]),
-            _ if self.tile.converts_kv() && self.tile.splits_keys => variants::find(kernel, &[head_dim]),
+            _ if self.tile.splits_keys && self.tile.converts_kv() || self.tile.has_token_scales => {
+                variants::find(kernel, &[head_dim])
+            }
             _ if self.tile.converts_kv() => variants::find(kernel, &[head_dim, logits]),
             _ if self.tile.takes_key_ranges || problem.score.bias.is_some() => {
                 variants::find(kernel, &[variants::dtype_value(problem.q.dtype), head_dim])
@@ -396,6 +402,15 @@ impl PrefillParameter<'_> {
     pub(super) fn key_range_params(&self) -> Result<HopperKeyRangeParams> {
         let ranges = KeyRangeSource::new(&self.problem.queries.key_ranges);
         Ok(HopperKeyRangeParams { prefill: self.params()?, ranges })
+    }
+
+    pub(super) fn token_scale_params(&self, scales: &KvScaleCache) -> Result<HopperTokenScaleParams> {
+        Ok(HopperTokenScaleParams {
+            prefill: self.params()?,
+            k_scales: KvSource::new(&scales.k),
+            v_scales: KvSource::new(&scales.v),
+            kv_is_i8: i32::from(self.problem.kv_dtype == DType::I8),
+        })
     }
 
     /// `bias` is that of the call, or its copy.

@@ -15,6 +15,7 @@ use std::ptr::null_mut;
 
 const KERNEL: &str = "hopper_split_kv";
 const EIGHT_BIT_KERNEL: &str = "hopper_split_kv_8bit";
+const TOKEN_SCALES_KERNEL: &str = "hopper_split_kv_token_scales";
 
 /// Tenths of a wave of CTAs. With tiles for more, prefill is faster without splitting keys.
 const WAVE_TENTHS: i64 = 17;
@@ -39,8 +40,12 @@ pub(super) fn launches<'c>(call: &Call<'c>) -> Result<Option<Launches<'c>>> {
     let params = AttentionParams { clears_padding_rows: 1, partial: split.partial, ..call.params_for(1, UNLIMITED) };
     let grid = [problem.num_kv_heads as u32, split.ranges as u32, 1];
     let config = LaunchConfig { grid, threads: prefill.tile.threads(), shared_memory: prefill.tile.shared_bytes };
-    let parameter = Parameter::Prefill(PrefillParameter { prefill, problem, attention: params, next_tile: null_mut() });
-    let kernel = if prefill.tile.converts_kv() { EIGHT_BIT_KERNEL } else { KERNEL };
+    let of = PrefillParameter { prefill, problem, attention: params, next_tile: null_mut() };
+    let (kernel, parameter) = match problem.scale_cache {
+        Some(scales) => (TOKEN_SCALES_KERNEL, Parameter::PrefillTokenScales(of, scales)),
+        None if prefill.tile.converts_kv() => (EIGHT_BIT_KERNEL, Parameter::Prefill(of)),
+        None => (KERNEL, Parameter::Prefill(of)),
+    };
     let attend = Launch::new(kernel, prefill.variant(kernel, problem)?, config, parameter);
     let combine = decode::combine(problem, device, &split, &params, (queries * call.group()).min(prefill.tile.rows()))?;
     let list = [Some(attend), combine].into_iter().flatten().collect();
@@ -84,6 +89,7 @@ mod tests {
     use super::super::LaunchPlan;
     use super::super::hopper::tests::{paged, ragged};
     use super::super::tests::{device, named_on};
+    use crate::problem::KvScaleCache;
     use crate::problem::attention::{Attention, KeyStorage, Keys, PageTable, Queries};
     use crate::tensor::{DType, Tensor};
 
@@ -139,6 +145,9 @@ mod tests {
     fn eight_bit_pages_take_a_kernel_of_their_own() {
         let codes = Attention { kv_dtype: DType::F8E4M3FN, ..few_queries(16, 5, [28, 4]) };
         assert_eq!(first_kernel(&codes), "hopper_split_kv_8bit_128_8bit_split_kv");
+        let scaled =
+            Attention { scale_cache: Some(KvScaleCache { k: codes.k, v: codes.v }), kv_dtype: DType::I8, ..codes };
+        assert_eq!(first_kernel(&scaled), "hopper_split_kv_token_scales_128_token_scales_split_kv");
         let mut capped = codes;
         capped.score.softcap = 30.0;
         let odd = Attention { head_dim: 72, value_dim: 72, ..codes };

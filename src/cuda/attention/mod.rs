@@ -30,6 +30,7 @@ use super::params::key_ranges::KeyRangeParams;
 use super::params::token_scales::TokenScaleParams;
 use super::params::tree_mask::RowMaskParams;
 use crate::error::Result;
+use crate::problem::KvScaleCache;
 use crate::problem::attention::{Attention, Bias};
 use crate::problem::kv_cache_update::KvCacheUpdate;
 use crate::stream::Stream;
@@ -58,7 +59,8 @@ const STRATEGIES: [Strategy; 9] = [
 ];
 
 /// Those of caches with a scale per token and KV head.
-const TOKEN_SCALE_STRATEGIES: [Strategy; 2] = [decode::launches, portable::launches];
+const TOKEN_SCALE_STRATEGIES: [Strategy; 5] =
+    [decode::launches, hopper::launches_for_all, hopper_split_kv::launches, hopper::launches, portable::launches];
 
 /// The call that strategies decide on.
 struct Call<'c> {
@@ -154,6 +156,7 @@ enum Parameter<'c> {
     Prefill(PrefillParameter<'c>),
     PrefillBias(PrefillParameter<'c>, Bias),
     PrefillKeyRanges(PrefillParameter<'c>),
+    PrefillTokenScales(PrefillParameter<'c>, KvScaleCache),
     Fused(Box<FusedParameter<'c>>),
     Latent(LatentParameter<'c>),
 }
@@ -170,6 +173,7 @@ impl kernel_launch::Parameter for Parameter<'_> {
             Self::Prefill(of) => of.params()?.pass(enqueue),
             Self::PrefillBias(of, bias) => of.bias_params(bias)?.pass(enqueue),
             Self::PrefillKeyRanges(of) => of.key_range_params()?.pass(enqueue),
+            Self::PrefillTokenScales(of, scales) => of.token_scale_params(scales)?.pass(enqueue),
             Self::Fused(of) => of.params()?.pass(enqueue),
             Self::Latent(of) => of.params()?.pass(enqueue),
         }
@@ -358,9 +362,10 @@ pub(super) mod tests {
             Parameter::KeyRanges(params) => (params.attention.min_queries, params.attention.max_queries),
             Parameter::RowMasks(params) => (params.attention.min_queries, params.attention.max_queries),
             Parameter::TokenScales(params) => (params.attention.min_queries, params.attention.max_queries),
-            Parameter::Prefill(of) | Parameter::PrefillBias(of, _) | Parameter::PrefillKeyRanges(of) => {
-                (of.attention.min_queries, of.attention.max_queries)
-            }
+            Parameter::Prefill(of)
+            | Parameter::PrefillBias(of, _)
+            | Parameter::PrefillKeyRanges(of)
+            | Parameter::PrefillTokenScales(of, _) => (of.attention.min_queries, of.attention.max_queries),
             Parameter::Latent(of) => (of.attention.min_queries, of.attention.max_queries),
             Parameter::Fused(of) => {
                 let FusedParameter { prefill, decode } = &**of;

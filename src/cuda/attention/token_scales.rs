@@ -1,5 +1,4 @@
-//! Caches with a scale per token and KV head: what their kernels leave to the CPU, and the kernels' parameter. Decode and the
-//! portable prefill compute such calls.
+//! Caches with a scale per token and KV head: what their kernels leave to the CPU, and the parameter of the portable ones.
 
 use crate::cuda::params::attention::{AttentionParams, KvSource};
 use crate::cuda::params::token_scales::TokenScaleParams;
@@ -63,7 +62,7 @@ mod tests {
     }
 
     #[test]
-    fn decode_and_the_portable_prefill_take_every_call() {
+    fn decode_and_prefill_take_every_call() {
         let [decode, prefill] = ["decode", "prefill"].map(|shape| format!("attention_token_scales_i8_128_{shape}"));
         let with_8_rows = format!("{decode}_8rows");
         for capability in [90, 100, 120] {

@@ -1,13 +1,13 @@
 //! Parameters of the forward attention kernels of sm_90a.
 
-use super::attention::AttentionParams;
+use super::attention::{AttentionParams, KvSource};
 use super::bias::BiasSource;
 use super::divisor::IndexDivisor;
 use super::key_ranges::KeyRangeSource;
 use super::tensor_map::TensorMap;
 
-/// The parameter of `hopper_prefill`, `hopper_prefill_fp8`, `hopper_split_kv` and `hopper_prefill_f32`, which uses no tensor
-/// maps.
+/// The parameter of `hopper_prefill`, `hopper_prefill_8bit`, `hopper_prefill_fp8`, `hopper_split_kv`, `hopper_split_kv_8bit` and
+/// `hopper_prefill_f32`, which uses no tensor maps.
 ///
 /// Query heads are packed as in the portable kernels (`PackGQA`), but a tile has whole queries only, as many as fit:
 /// `attention.tile_queries`. A query has `attention.group` rows of a tile. The query heads of a KV head are one pack, or several
@@ -75,6 +75,18 @@ pub struct HopperBiasParams {
     /// `[1, 1, matrix, row, key]`; a box has the rows of a tile and 64 keys. Unused where rows begin anywhere.
     pub bias: TensorMap,
     pub source: BiasSource,
+}
+
+/// The parameter of `hopper_prefill_token_scales`.
+#[derive(Clone, Copy)]
+#[repr(C)]
+pub struct HopperTokenScaleParams {
+    pub prefill: HopperPrefillParams,
+    /// The f32 scales of the rows of K and of V. Strides are in scales.
+    pub k_scales: KvSource,
+    pub v_scales: KvSource,
+    /// Whether K and V are int8; else e4m3fn.
+    pub kv_is_i8: i32,
 }
 
 /// The parameter of `hopper_fused`.

@@ -1,8 +1,10 @@
-//! 16-bit queries over pages of e4m3fn and e5m2, which Hopper's prefill converts to f16.
+//! 16-bit queries over pages of 8 bits, which Hopper's prefill converts to f16.
 
+use super::LONG;
 use crate::support::{
-    ALIBI, AttentionCase, BF16, BatchSpec, Dtypes, F8E4M3FN, F8E5M2, F16, KvLayout, Mask, MemoryLayout,
-    PairwiseOptions, ReferenceCase, ScaleKind, assert_calls_match_reference, calls_for_tiles, skips_slow_test,
+    AttentionCase, BF16, BatchSpec, Dtypes, F8E4M3FN, F8E5M2, F16, KvLayout, Mask, MemoryLayout, PairwiseOptions,
+    ReferenceCase, ScaleKind, assert_calls_match_reference, assert_named_matches_reference, calls_for_tiles,
+    skips_slow_test,
 };
 
 const DTYPES: [Dtypes; 6] = [
@@ -19,21 +21,9 @@ const HEAD_DIMS: [(usize, usize); 3] = [(64, 64), (128, 128), (256, 256)];
 const CALLS: PairwiseOptions = PairwiseOptions {
     dtypes: &DTYPES,
     head_dims: &HEAD_DIMS,
-    heads: &[(1, 1), (4, 2), (8, 1), (6, 2), (12, 1), (32, 1)],
-    work: &[
-        &[(128, 128), (64, 256)],
-        &[(130, 300), (1, 70), (33, 33), (77, 500)],
-        &[(200, 90), (40, 0), (17, 129)],
-        &[(40, 600)],
-        &[(20, 20), (19, 21), (18, 18), (25, 40), (300, 300)],
-    ],
     layout: &KvLayout::PAGED,
     page_size: &[8, 16, 24, 48, 128, 256],
-    alibi: ALIBI,
-    scales: &[[ScaleKind::None; 3], [ScaleKind::PerTensor; 3], [ScaleKind::PerHead; 3]],
-    workspace: &[None, Some(13), Some(9_000_001)],
-    seed: 7,
-    ..PairwiseOptions::BEYOND_BLOCKS
+    ..LONG
 };
 
 #[test]
@@ -66,9 +56,42 @@ fn batches_of_many_tiles_agree_with_the_reference() {
     }
 }
 
+/// Scales of rows, those of rows that no query attends to NaN and infinities, and tiles of several CTAs.
+#[test]
+fn caches_with_scales_of_rows_agree_with_the_reference() {
+    for seed in 0..9_usize {
+        let lengths = match seed % 3 {
+            0 => vec![(130, 300), (1, 70), (33, 33), (77, 500), (0, 9), (40, 20)],
+            1 => vec![(40, 600)],
+            _ => [(40, 40), (200, 700), (30, 20)].repeat(4),
+        };
+        let spec = BatchSpec {
+            dtypes: Dtypes::SCALED[seed % 6],
+            heads: [(4, 2), (12, 1), (8, 1), (6, 2), (3, 3)][seed % 5],
+            head_dim: HEAD_DIMS[seed / 3 % 3].0,
+            lengths,
+            mask: if seed % 4 == 1 { Mask::sliding(150) } else { Mask::CAUSAL },
+            sinks: seed.is_multiple_of(2),
+            scales: [
+                [ScaleKind::None, ScaleKind::PerTensor, ScaleKind::PerHead][seed / 2 % 3],
+                ScaleKind::None,
+                ScaleKind::None,
+            ],
+            seed: seed as u64,
+            ..BatchSpec::default()
+        };
+        let layout = MemoryLayout {
+            workspace: [Some(9_000_001), None][seed % 2],
+            seed: seed as u64,
+            ..MemoryLayout::paged(KvLayout::Interleaved, [16, 8, 64, 24][seed % 4])
+        };
+        assert_named_matches_reference(&format!("{spec:?}"), &mut AttentionCase::paged(&spec.batch(), &layout));
+    }
+}
+
 #[cfg(feature = "cuda")]
 mod on_their_own_gpu {
-    use super::{AttentionCase, BatchSpec, DTYPES, HEAD_DIMS, KvLayout, MemoryLayout};
+    use super::{AttentionCase, BatchSpec, DTYPES, Dtypes, HEAD_DIMS, KvLayout, MemoryLayout};
     use crate::support::device::Gpu;
 
     /// Short, with a call of every variant: the slower tools of compute-sanitizer run it (tests/gpu/run.py).
@@ -90,6 +113,16 @@ mod on_their_own_gpu {
                     .invocation()
                     .assert_logs(&gpu, &[&format!("hopper_prefill_8bit_{head_dim}_8bit_{logits} with")]);
             }
+            let spec = BatchSpec {
+                dtypes: Dtypes::SCALED[index],
+                head_dim,
+                heads: (Gpu::sms().div_ceil(4), 1),
+                lengths: vec![(900, 1000)],
+                ..BatchSpec::default()
+            };
+            AttentionCase::paged(&spec.batch(), &MemoryLayout::paged(KvLayout::Interleaved, 16))
+                .invocation()
+                .assert_logs(&gpu, &[&format!("hopper_prefill_token_scales_{head_dim}_token_scales with")]);
         }
     }
 }

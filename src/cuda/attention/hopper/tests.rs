@@ -164,14 +164,20 @@ fn eight_bit_pages_are_converted_for_16_bit_queries() {
     let mut capped = over(paged(16), DType::F8E4M3FN);
     capped.score.softcap = 30.0;
     assert_eq!(first_kernel(&capped), "hopper_prefill_8bit_128_8bit_softcap_alibi");
-    let scales = KvScaleCache { k: capped.k, v: capped.v };
+    // With a scale per row.
+    let scale_cache = Some(KvScaleCache { k: capped.k, v: capped.v });
+    let scaled = |plain: Attention<'static>, kv_dtype| Attention { kv_dtype, scale_cache, ..plain };
+    for dtype in [DType::F8E4M3FN, DType::I8] {
+        assert_eq!(first_kernel(&scaled(paged(16), dtype)), "hopper_prefill_token_scales_128_token_scales");
+    }
     for problem in [
-        // TMA does not load pages of 12 tokens; packed keys; D or Dv between the tiles; a scale per row.
+        // TMA does not load pages of 12 tokens; packed keys; D or Dv between the tiles; a soft cap beside scales per row.
         over(paged(12), DType::F8E4M3FN),
+        scaled(paged(12), DType::I8),
         over(ragged(), DType::F8E4M3FN),
         of_dims(&over(paged(16), DType::F8E4M3FN), 96, 96),
         of_dims(&over(paged(16), DType::F8E4M3FN), 128, 64),
-        Attention { scale_cache: Some(scales), ..over(paged(16), DType::F8E4M3FN) },
+        scaled(capped, DType::I8),
     ] {
         assert!(first_kernel(&problem).starts_with("attention_"));
     }

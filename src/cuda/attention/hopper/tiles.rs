@@ -198,7 +198,7 @@ impl HopperPrefillTile {
             _ => !is_plain,
         };
         let has_bias = self.logits == "bias";
-        let takes_kv = if self.converts_kv() { converts(problem) } else { problem.kv_dtype == dtype };
+        let takes_kv = if self.converts_kv() { converts(self, problem) } else { problem.kv_dtype == dtype };
         takes_kv
             && has_bias == score.bias.is_some()
             && (!has_bias || self.takes_bias(problem))
@@ -209,9 +209,10 @@ impl HopperPrefillTile {
     }
 }
 
-/// Whether 8-bit pages of the call can be converted to f16 without scales of their rows.
-fn converts(problem: &Attention) -> bool {
-    [DType::F8E4M3FN, DType::F8E5M2].contains(&problem.kv_dtype)
-        && problem.scale_cache.is_none()
+/// Whether the call has 8-bit pages that `tile` converts to f16, and scales of their rows if the tile is for those.
+fn converts(tile: &HopperPrefillTile, problem: &Attention) -> bool {
+    let other = if tile.has_token_scales { DType::I8 } else { DType::F8E5M2 };
+    [DType::F8E4M3FN, other].contains(&problem.kv_dtype)
+        && problem.scale_cache.is_some() == tile.has_token_scales
         && matches!(problem.keys.storage, KeyStorage::Paged(_))
 }
