@@ -54,29 +54,31 @@ pub(crate) fn pack(variants: &[(&Variant, &Compiled)], cache: &Path) -> Result<P
 
 /// Images that are compressed together.
 struct Group<'a> {
+    /// The kernel of the first one.
     kernel: &'a str,
     /// The architecture of the cubins, or `ptx`.
     kind: &'a str,
     images: Vec<&'a Image>,
 }
 
-/// The images of each kernel and architecture, those that differ in the dtype alone next to each other.
+/// The images of each architecture, kernel by kernel, those that differ in the dtype alone next to each other. Kernels share a group:
+/// several have few variants, and those of a source resemble those of the next one.
 fn groups<'a>(variants: &[(&'a Variant, &'a Compiled)]) -> Vec<Group<'a>> {
     let mut images = vec![];
     for (variant, compiled) in variants {
         let archs =
             variant.kernel.sass.iter().map(String::as_str).zip(compiled.cubins.iter().map(|cubin| &cubin.image));
         for (kind, image) in archs.chain([("ptx", &compiled.ptx)]) {
-            images.push(((variant.kernel.name.as_str(), kind, variant.values_with_dtype_last()), image));
+            images.push(((kind, variant.kernel.name.as_str(), variant.values_with_dtype_last()), image));
         }
     }
     images.sort_by(|(a, _), (b, _)| a.cmp(b));
     let mut groups: Vec<Group> = vec![];
-    for ((kernel, kind, _), image) in images {
+    for ((kind, kernel, _), image) in images {
         let largest = if kind == "ptx" { MAX_PTX_BYTES } else { MAX_CUBIN_BYTES };
         let fits = |group: &&mut Group| {
             let bytes: usize = group.images.iter().map(|image| image.len).sum();
-            (group.kernel, group.kind) == (kernel, kind) && bytes + image.len <= largest
+            group.kind == kind && bytes + image.len <= largest
         };
         match groups.last_mut().filter(fits) {
             Some(group) => group.images.push(image),
