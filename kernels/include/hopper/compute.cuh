@@ -203,17 +203,19 @@ __device__ __forceinline__ void compute_tiles(const HopperPrefillParams& prefill
       }
     }
     const auto transformed_rows = transform.rows(tile.work, warp_row, FindRow{prefill, tile});
-    const auto update_state = [&] {
+    // Calls `use` with the unit of the rows' scores, one for all or one for each of the lane's rows.
+    const auto with_unit = [&](const auto& use) {
       if constexpr (kHasRowUnits) {
         const float units[2] = {transformed_rows.log2_unit(0), transformed_rows.log2_unit(1)};
-        state.update(scores, units);
+        use(units);
       } else {
-        state.update(scores, unit);
+        use(unit);
       }
     };
+    const auto update_state = [&] { with_unit([&](const auto& own) { state.update(scores, own); }); };
     // `count` is the block's number in the CTA.
     const auto softmax_block = [&](bool masked, int32_t count) {
-      [[maybe_unused]] const PipelineState<2> scale_state(count);
+      [[maybe_unused]] const PipelineState<Shape::kHasTokenScales ? Shape::kScaleStages : 1> scale_state(count);
       if constexpr (Shape::kHasTokenScales) {
         pipeline.scales_full(scale_state).wait();
         TokenScaleWeights::scale_scores(scores, pipeline.key_scales(scale_state.stage));
@@ -316,11 +318,8 @@ __device__ __forceinline__ void compute_tiles(const HopperPrefillParams& prefill
     pipeline.values_full(last).wait();
     issue_pv(last);
     // Overlaps with the last P V.
-    if constexpr (kHasRowUnits) {
-      const float units[2] = {transformed_rows.log2_unit(0), transformed_rows.log2_unit(1)};
-      state.round_max_weight(units, round_to<T>);
-    } else if constexpr (kScaleInExponent && !kRoundsPerBlock) {
-      state.round_max_weight(unit, round_to<T>);
+    if constexpr (kScaleInExponent && !kRoundsPerBlock) {
+      with_unit([&](const auto& own) { state.round_max_weight(own, round_to<T>); });
     }
     finalize_rows();
     ptx::wgmma_wait_group<0>();

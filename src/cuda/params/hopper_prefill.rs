@@ -77,7 +77,7 @@ pub struct HopperBiasParams {
     pub source: BiasSource,
 }
 
-/// The parameter of `hopper_prefill_token_scales`.
+/// The parameter of `hopper_prefill_token_scales` and `hopper_split_kv_token_scales`.
 #[derive(Clone, Copy)]
 #[repr(C)]
 pub struct HopperTokenScaleParams {

@@ -99,27 +99,20 @@ mod on_their_own_gpu {
     fn tuned_kernels_are_chosen() {
         let Some(gpu) = Gpu::with_tuned_kernels_or_skip() else { return };
         for (index, (head_dim, _)) in HEAD_DIMS.into_iter().enumerate() {
-            for (softcap, logits) in [(0.0, "row_scaled"), (2.5, "softcap_alibi")] {
-                // More work tiles than SMs, each with several blocks of keys.
-                let spec = BatchSpec {
-                    dtypes: DTYPES[index],
-                    head_dim,
-                    softcap,
-                    heads: (Gpu::sms().div_ceil(4), 1),
-                    lengths: vec![(900, 1000)],
-                    ..BatchSpec::default()
-                };
-                AttentionCase::flash(&spec.batch(), &MemoryLayout::paged(KvLayout::Stacked, 16))
-                    .invocation()
-                    .assert_logs(&gpu, &[&format!("hopper_prefill_8bit_{head_dim}_8bit_{logits} with")]);
-            }
-            let spec = BatchSpec {
-                dtypes: Dtypes::SCALED[index],
+            // More work tiles than SMs, each with several blocks of keys.
+            let plain = BatchSpec {
                 head_dim,
                 heads: (Gpu::sms().div_ceil(4), 1),
                 lengths: vec![(900, 1000)],
                 ..BatchSpec::default()
             };
+            for (softcap, logits) in [(0.0, "row_scaled"), (2.5, "softcap_alibi")] {
+                let spec = BatchSpec { dtypes: DTYPES[index], softcap, ..plain.clone() };
+                AttentionCase::flash(&spec.batch(), &MemoryLayout::paged(KvLayout::Stacked, 16))
+                    .invocation()
+                    .assert_logs(&gpu, &[&format!("hopper_prefill_8bit_{head_dim}_8bit_{logits} with")]);
+            }
+            let spec = BatchSpec { dtypes: Dtypes::SCALED[index], ..plain };
             AttentionCase::paged(&spec.batch(), &MemoryLayout::paged(KvLayout::Interleaved, 16))
                 .invocation()
                 .assert_logs(&gpu, &[&format!("hopper_prefill_token_scales_{head_dim}_token_scales with")]);
