@@ -4,34 +4,59 @@
 
 #include <cstdint>
 #include <type_traits>
+#include <utility>
 
+#include "cluster_8bit_loop.cuh"
 #include "cluster_loop.cuh"
 #include "cluster_merge.cuh"
 #include "cluster_partition.cuh"
 #include "cluster_plain_loop.cuh"
+#include "decode_block.cuh"
+#include "fp8.cuh"
 #include "hopper/cluster_ptx.cuh"
 #include "hopper/ptx.cuh"
 #include "new_tokens.cuh"
 #include "output_rows.cuh"
 #include "params/attention.cuh"
+#include "query_rows.cuh"
 #include "softmax.cuh"
 #include "tile_result.cuh"
 #include "work_tile.cuh"
 
 namespace xa {
 
-template <typename Shape, typename T, typename LogitsTransform>
+/// What a kernel over rows without scales of their own gives `ClusterDecode`.
+struct NoScaledRows {
+  template <typename Shape>
+  using State = SoftmaxState<1, Shape::kHeadDim / 8, Shape::kTileRows>;
+
+  template <typename Shape>
+  __device__ __forceinline__ NoTokenScales of(const WorkTile&, uint32_t) const {
+    return {};
+  }
+};
+
+/// `T` is the operand type of the products, `Stored` the element type of K and V. `ScaledRows` has the type of a warp's
+/// state and the scales of the rows of a warp's ring.
+template <typename Shape, typename T, typename Stored, typename LogitsTransform, typename ScaledRows = NoScaledRows>
 class ClusterDecode {
   static constexpr int kRows = Shape::kRows, kRowItems = Shape::kRowItems;
   using Sequence = LaneSequence<kRows, Shape::kKvChunkKeys>;
-  using Loop = std::conditional_t<Shape::kIsPlain, ClusterPlainLoop<Shape, T>, ClusterLoop<Shape, T>>;
+  using Writer = RowWriter<T, Shape::kIsFp8>;
+  using Scales = decltype(std::declval<ScaledRows>().template of<Shape>(std::declval<WorkTile&>(), 0));
+  using Loop =
+      std::conditional_t<Shape::kIsFp8,
+                         Cluster8BitLoop<Shape, T, Stored, Scales, typename ScaledRows::template State<Shape>>,
+                         std::conditional_t<Shape::kIsPlain, ClusterPlainLoop<Shape, T>, ClusterLoop<Shape, T>>>;
 
  public:
   /// `params` has constants for what is known of the call; `all` is the kernel's parameter. `shared` holds
   /// Shape::kSharedBytes bytes. CTA blockIdx.y of cluster blockIdx.z of KV head blockIdx.x.
-  __device__ __forceinline__ ClusterDecode(const AttentionParams& params, const AttentionParams& all, uint8_t* shared)
+  __device__ __forceinline__ ClusterDecode(const AttentionParams& params, const AttentionParams& all, uint8_t* shared,
+                                           const ScaledRows& scaled_rows = {})
       : params_(params),
         all_(all),
+        scaled_rows_(scaled_rows),
         shared_(shared),
         cta_(*reinterpret_cast<typename Shape::Work*>(shared + Shape::kWorkOffset)),
         work_(cta_.work_tiles[threadIdx.x / 32]) {}
@@ -66,8 +91,8 @@ class ClusterDecode {
           __syncwarp();
         }
         // No CTA waits for these stores, so they follow the first loads.
-        if (__builtin_expect(is_first && has_new_tokens(all_), false))
-          store_new_tokens<Shape, T>(all_, blockIdx.x, cta_of_head(rank, size));
+        if (__builtin_expect(is_first && stores_new_tokens(), false))
+          store_new_tokens<Shape, Stored>(all_, blockIdx.x, cta_of_head(rank, size));
         is_first = false;
       });
       __syncthreads();
@@ -88,7 +113,7 @@ class ClusterDecode {
       for (int index = 0; index < 2; ++index) merge_slice(index);
     }
     const WorkRangeIndex cta = cta_of_head(rank, size);
-    if (is_first && has_new_tokens(all_)) store_new_tokens<Shape, T>(all_, blockIdx.x, cta);
+    if (is_first && stores_new_tokens()) store_new_tokens<Shape, Stored>(all_, blockIdx.x, cta);
     const bool has_padding = params_.seqused_q != nullptr || range.live.end - range.live.begin < params_.num_tokens;
     if (params_.clears_padding_rows == 0 || !has_padding) return;
     clear_padding_rows<T, Shape::kThreads>(params_, range.starts_ascend, range.live, cta.index * gridDim.x + blockIdx.x,
@@ -102,24 +127,42 @@ class ClusterDecode {
                           (Shape::kHasClusterPerSequence ? static_cast<int32_t>(gridDim.z) : 1) * size};
   }
 
+  __device__ __forceinline__ bool stores_new_tokens() const { return Shape::kAppendsKv && has_new_tokens(all_); }
+
   /// Computes the warp's keys of a part. `first_copies_issued` is called when their first copies are under way.
   template <typename Part, typename FirstCopiesIssued>
   __device__ __forceinline__ void attend(typename Loop::State& state, const Part& part, const WarpBlocks& blocks,
                                          const PageCopier<Shape, T>& copier,
                                          const FirstCopiesIssued& first_copies_issued) const {
-    const LogitsTransform transform(params_);
+    float* const row_factors = Shape::kIsFp8 ? reinterpret_cast<float*>(shared_ + Shape::kFactorsOffset) : nullptr;
+    const LogitsTransform transform(params_, row_factors);
     const uint32_t rings = query_rows() + Shape::kRingsOffset;
     if constexpr (Shape::kIsPlain) {
       Loop loop(params_, all_, copier, work_, blocks, part.sequence, part.key_end, rings);
       loop.attend(state, transform, first_copies_issued);
     } else {
-      Loop loop(params_, work_, blocks, rings);
-      QueryRows<Shape, T> query;
-      query.load(params_, RowMap(params_, in_sequence(work_.tile), work_.kv_head), work_.tile.first_row);
-      loop.attend(state, query_rows(), transform, [&] {
-        query.store(shared_);
-        first_copies_issued();
-      });
+      const auto map = [&] { return RowMap(params_, in_sequence(work_.tile), work_.kv_head); };
+      if constexpr (Shape::kIsFp8) {
+        Loop loop(params_, work_, blocks, rings,
+                  scaled_rows_.template of<Shape>(work_, rings + threadIdx.x / 32 * Shape::kRingBytes));
+        // A row per warp.
+        static_assert(Shape::kRows == Shape::kWarps);
+        const int32_t warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+        ConvertedRow<Shape, Stored> query;
+        query.load(params_, map(), work_.tile.first_row + warp, lane);
+        loop.attend(state, query_rows(), transform, [&] {
+          query.store(params_, warp, lane, shared_, row_factors);
+          first_copies_issued();
+        });
+      } else {
+        Loop loop(params_, work_, blocks, rings);
+        QueryRows<Shape, T> query;
+        query.load(params_, map(), work_.tile.first_row);
+        loop.attend(state, query_rows(), transform, [&] {
+          query.store(shared_);
+          first_copies_issued();
+        });
+      }
     }
   }
 
@@ -167,7 +210,7 @@ class ClusterDecode {
       const PartialState partial = warps.merged(row, column, log2_unit);
       if (part.count == 1) {
         if (column >= params_.value_dim) continue;
-        RowWriter<T, false>(params_, in_sequence(work_.tile), work_.kv_head)
+        Writer(params_, in_sequence(work_.tile), work_.kv_head)
             .write(work_.tile.first_row + row, column, partial, log2_unit);
       } else {
         // The CTA of part 0 goes on with other tiles before this one, all others begin with it.
@@ -188,7 +231,7 @@ class ClusterDecode {
     const SplitTile& split = cta_.split_tiles[index];
     if (split.num_parts == 0) return;
     const float log2_unit = LogitsTransform(params_).log2_unit();
-    const RowWriter<T, false> writer(params_, in_sequence(split.tile), blockIdx.x);
+    const Writer writer(params_, in_sequence(split.tile), blockIdx.x);
     const int32_t items = split.tile.num_rows * kRowItems;
     const MergeSlices slices(items, split.num_parts);
     const int32_t first = split.part * slices.size, count = slices.count(items, split.part);
@@ -203,6 +246,7 @@ class ClusterDecode {
 
   const AttentionParams& params_;
   const AttentionParams& all_;
+  const ScaledRows scaled_rows_;
   uint8_t* const shared_;
   typename Shape::Work& cta_;
   WorkTile& work_;

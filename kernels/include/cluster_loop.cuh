@@ -38,7 +38,8 @@ class PageDivider {
 struct WarpBlocks {
   int32_t first;
   int32_t step;
-  /// If `has_pages`, lane i has the page of block i in `page`, so that no look-up precedes the first copies.
+  /// If `has_pages`, lane i has the page of load i of kTokensPerLoad keys in `page`, so that no look-up precedes the
+  /// first copies.
   bool has_pages;
   int32_t page;
 };

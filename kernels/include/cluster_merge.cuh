@@ -43,11 +43,13 @@ __device__ __forceinline__ void store_live_rows(uint8_t* shared, const State& st
   float2* const states = reinterpret_cast<float2*>(outputs + Shape::kWarps * kRows * kPitch);
   const int32_t warp = threadIdx.x / 32, lane = threadIdx.x % 32;
 #pragma unroll
-  for (int half = 0; half < 2; ++half) {
-    const int32_t row = 8 * half + lane / 4, index = warp * kRows + row;
-    if (row >= num_rows) break;
-    for_columns<false>(state.output[0], half, [&](int32_t column, const auto& columns) {
-      store_columns(outputs + index * kPitch + column, columns);
+  for (int half = 0; half < State::kHalves; ++half) {
+    const int32_t index = warp * kRows + 8 * half + lane / 4;
+    if (State::kTileRows == 16 && 8 * half + lane / 4 >= num_rows) break;
+    for_row_columns<Shape::kIsFp8>(state, half, lane, [&](int32_t row, int32_t column, const auto& columns) {
+      if (State::kTileRows == 16 || row < num_rows) {
+        store_columns(outputs + (warp * kRows + row) * kPitch + column, columns);
+      }
     });
     if (lane % 4 == 0) states[index] = make_float2(state.max[0][half], state.sum[0][half]);
   }

@@ -81,7 +81,7 @@ struct ClusterRange {
   LiveRows live;
   bool starts_ascend;
   /// Whether the cluster has a single tile, of its first sequence and from key 0 on. CTA r then has the chunks
-  /// r, r + n, ... instead of adjacent ones, and lane i has the page of the i-th of its warp's blocks in `page`: these
+  /// r, r + n, ... instead of adjacent ones, and lane i has the page of the i-th of its warp's loads in `page`: these
   /// are loaded together with the metadata, as if this were so.
   bool is_dealt;
   int32_t page;
@@ -93,12 +93,14 @@ __device__ __forceinline__ int32_t first_sequence() {
   return Shape::kHasClusterPerSequence ? blockIdx.z : 0;
 }
 
-/// The page of the lane's block, should the chunks be dealt out. Loads no entry outside of the first sequence's row of
+/// The page of the lane's load, should the chunks be dealt out. Loads no entry outside of the first sequence's row of
 /// the table.
 template <typename Shape>
 __device__ __forceinline__ int32_t guess_page(const AttentionParams& params, int32_t rank, int32_t size) {
   const int32_t warp = threadIdx.x / 32, lane = threadIdx.x % 32;
-  const int32_t token = (rank + lane * size) * Shape::kKvChunkKeys + warp * Shape::kKeys;
+  constexpr int kLoads = Shape::kKeys / kTokensPerLoad;
+  const int32_t token =
+      (rank + lane / kLoads * size) * Shape::kKvChunkKeys + warp * Shape::kKeys + lane % kLoads * kTokensPerLoad;
   const bool is_in_table = !has_contiguous_keys(params) && token < params.capacity;
   const int32_t* const table = params.block_table + first_sequence<Shape>() * params.block_table_stride;
   return is_in_table ? __ldg(table + PageDivider<Shape::kIsPlain>(params.page_size).page(token)) : 0;
@@ -159,7 +161,7 @@ __device__ __forceinline__ ClusterRange partition_cluster(const AttentionParams&
   range.range_chunks = max(divide_small(total + size - 1, ptx::reciprocal_approx(static_cast<float>(size))), 1);
   range.reciprocal = ptx::reciprocal_approx(static_cast<float>(range.range_chunks));
   const bool is_alone = lane == 0 && mine.end == total && mine.num_tiles == 1 && mine.first_chunk == 0;
-  const bool has_page = !Shape::kIsPlain && !has_contiguous_keys(params) && params.page_size % Shape::kKeys == 0;
+  const bool has_page = !Shape::kIsPlain && !has_contiguous_keys(params) && params.page_size % kTokensPerLoad == 0;
   range.is_dealt = __any_sync(~0u, is_alone && has_page);
   range.begin = range.is_dealt ? 0 : min(rank * range.range_chunks, total);
   range.end = range.is_dealt ? (rank < total ? total : 0) : min(range.begin + range.range_chunks, total);

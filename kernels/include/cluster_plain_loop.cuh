@@ -102,7 +102,7 @@ class PageCopier {
   static constexpr int kItems = 2 * kChunks;  // of a row of K and of V
   static constexpr int kSteps = (kItems + 31) / 32, kRowsPerStep = kItems < 32 ? 32 / kItems : 1;
   using Rows = typename Shape::Rows;
-  static_assert(kKeys == 16 && (kItems % 32 == 0 || 32 % kItems == 0));
+  static_assert(!Shape::kIsPlain || (kKeys == 16 && (kItems % 32 == 0 || 32 % kItems == 0)));
 
  public:
   /// `rings` is the shared address of the CTA's rings.

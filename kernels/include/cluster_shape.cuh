@@ -1,6 +1,6 @@
 // The tile of cluster_decode.cu and its shared memory: query rows and rings as in decode (tile_shape.cuh), which the
-// warps' states replace at the end of a tile; then what outlives a tile: a WorkTile per warp, the sequences, and what
-// the CTA receives of split tiles.
+// warps' states replace at the end of a tile; then what outlives a tile: a WorkTile per warp, the sequences, for
+// 8-bit K and V the factors of the query rows, and what the CTA receives of split tiles.
 #pragma once
 
 #include <cstdint>
@@ -8,6 +8,7 @@
 #include "cluster_call.cuh"
 #include "cluster_merge.cuh"
 #include "cluster_partition.cuh"
+#include "fp8.cuh"
 #include "shared_rows.cuh"
 #include "tiles/cluster_decode.cuh"
 #include "work_tile.cuh"
@@ -23,20 +24,27 @@ struct ClusterWork {
   uint64_t received[2];      // mbarriers: whether the other parts of the CTA's slices of these have arrived
 };
 
-template <typename T, int kHeadDim_, typename Call>
-struct ClusterShape : tiles::ClusterDecode<kHeadDim_> {
-  using Config = tiles::ClusterDecode<kHeadDim_>;
+/// `T` is the operand type of the products, `Stored` the element type of K and V.
+template <typename T, typename Stored, int kHeadDim_, typename Call>
+struct ClusterShape : tiles::ClusterDecode<sizeof(Stored), kHeadDim_> {
+  using Config = tiles::ClusterDecode<sizeof(Stored), kHeadDim_>;
   static constexpr bool kIsPlain = Call::kIsPlain, kHasClusterPerSequence = Call::kHasClusterPerSequence;
-  static constexpr int kHeadDim = kHeadDim_, kRowTiles = 1, kRows = kIsPlain ? 8 : 16;
+  static constexpr int kHeadDim = kHeadDim_, kRowTiles = 1, kRows = kIsPlain || sizeof(Stored) == 1 ? 8 : 16;
   static constexpr int kWarps = Config::kKeyWarps, kThreads = 32 * kWarps;
   static constexpr int kKvChunkKeys = kWarps * Config::kKeys;
-  static constexpr bool kIsFp8 = false, kHasTokenScales = false, kAppendsKv = true;
+  /// As in TileShape (tile_shape.cuh).
+  static constexpr bool kIsFp8 = sizeof(Stored) == 1, kHasTokenScales = xa::kHasTokenScales<Stored>;
+  static constexpr bool kAppendsKv = !kIsFp8;
+  static constexpr int kTileRows = kIsFp8 ? kRows : 16, kColumnWarps = 1;
+  static constexpr bool kHoldsAddresses = true;
 
-  static constexpr int kRowBytes = kHeadDim * static_cast<int>(sizeof(T));
-  static constexpr int kQueryRowBytes = kRowBytes, kQueryPitch = kQueryRowBytes + 16;
+  static constexpr int kRowBytes = kHeadDim * static_cast<int>(sizeof(Stored));
+  static constexpr int kQueryRowBytes = kHeadDim * static_cast<int>(sizeof(T)), kQueryPitch = kQueryRowBytes + 16;
   using Rows = SwizzledRows<kRowBytes>;
   static constexpr int kBlockBytes = Config::kKeys * Rows::kPitch;
-  static constexpr int kRingBytes = 2 * Config::kStages * kBlockBytes;
+  /// Of the keys of a stage, as in TileShape.
+  static constexpr int kScaleBytes = kHasTokenScales ? 8 * Config::kKeys : 0;
+  static constexpr int kRingBytes = Config::kStages * (2 * kBlockBytes + kScaleBytes);
   static constexpr int kRingsOffset = kRows * kQueryPitch;
   static constexpr int kStreamBytes = kRingsOffset + kWarps * kRingBytes;
   /// f32 rows with 4 spare columns, then (max, sum) of each row and warp.
@@ -48,12 +56,16 @@ struct ClusterShape : tiles::ClusterDecode<kHeadDim_> {
   static constexpr int kRowItems = kHeadDim / 4;
   using Buffer = MergeBuffer<kRows * kRowItems>;
   static constexpr int kWorkOffset = kStreamBytes;
-  static constexpr int kBuffersOffset = (kWorkOffset + static_cast<int>(sizeof(Work)) + 15) / 16 * 16;
+  /// 8-bit K and V: factors of the query rows (query_rows.cuh), of which a lane reads two.
+  static constexpr int kFactorsOffset = kWorkOffset + static_cast<int>(sizeof(Work));
+  static constexpr int kFactorBytes = kIsFp8 ? 4 * 16 : 0;
+  static constexpr int kBuffersOffset = (kFactorsOffset + kFactorBytes + 15) / 16 * 16;
 
   static_assert(kStreamBytes >= kWarpStatesBytes && kStreamBytes % 16 == 0, "the warps' states replace rows and rings");
-  static_assert(kRingsOffset % 128 == 0, "rings begin at a multiple of 128 bytes");
+  static_assert(kRingsOffset % 128 == 0 && kRingBytes % 128 == 0, "rings begin at a multiple of 128 bytes");
   static constexpr int kUsedBytes = kBuffersOffset + 2 * Buffer::kBytes;
-  static_assert(kIsPlain ? Config::kSharedBytes >= kUsedBytes : Config::kSharedBytes == kUsedBytes,
+  static constexpr bool kIsLargest = !kIsPlain && kHasTokenScales == kIsFp8;
+  static_assert(kIsLargest ? Config::kSharedBytes == kUsedBytes : Config::kSharedBytes >= kUsedBytes,
                 "shared_bytes in variants.toml is what the launch asks for");
 };
 

@@ -6,6 +6,7 @@
 #include <cstdint>
 
 #include "column_warps.cuh"
+#include "decode_block.cuh"
 #include "fp8.cuh"
 #include "new_tokens.cuh"
 #include "params/attention.cuh"
@@ -26,9 +27,6 @@ __device__ __forceinline__ int32_t first_block_key(const KeyRange& keys) {
   const int32_t block = keys.begin / Shape::kKeys, warp = threadIdx.x / 32;
   return (block + (warp - block % Shape::kKeyWarps + Shape::kKeyWarps) % Shape::kKeyWarps) * Shape::kKeys;
 }
-
-/// The `Scales` of a loop over rows that have no scales of their own (token_scales.cuh).
-struct NoTokenScales {};
 
 /// Streams the warp's keys of a work tile through its ring of kStages stages. A stage is a block of K followed by the
 /// block of V, copied as one cp.async group, with their `Scales` if rows have some.
@@ -135,19 +133,8 @@ class DecodeLoop {
       add_up_columns<Shape::kColumnWarps>(scores, keys(stage) - warp * Shape::kRingBytes, Shape::kRingBytes, warp,
                                           [] { __syncthreads(); });
     }
-    if constexpr (kHasTokenScales<Stored>) scales_.apply_to_scores(scores, stage);
-    transform.template apply<T>(scores[0], transform.rows(work_, 0), key);
-    const bool masked = key < work_.keys.common_begin || key + Shape::kKeys > work_.keys.common_end;
-    if (masked) apply_mask(scores[0], params_, work_.tile, 0, key);
-    [[maybe_unused]] VisibleKeys<State::kHalves> visible;
-    if constexpr (kHasTokenScales<Stored>) {
-      if (masked) visible.find(scores[0]);
-    }
-    state.update(0, scores[0], transform.log2_unit(), work_.tile.num_rows > 8);
-    if constexpr (kHasTokenScales<Stored>) {
-      state.apply(0, scores[0], scales_.values(stage), masked, visible, work_.tile.num_rows > 8);
-    }
-    Math::accumulate(state.output, scores, keys(stage) + Shape::kBlockBytes, params_);
+    attend_scores<Math, T, Stored>(state, scores, transform, scales_, params_, work_, stage, key,
+                                   keys(stage) + Shape::kBlockBytes);
     // All lanes must have read the blocks before they are overwritten.
     __syncwarp();
   }

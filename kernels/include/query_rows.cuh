@@ -77,53 +77,83 @@ __device__ __forceinline__ float convert_row(const AttentionParams& params, uint
   return scale.inverse;
 }
 
-/// As `copy_query`, but converts to f16 and permutes columns into the order in which fp8 K is read (tile_math.cuh).
-/// Sets `row_factors` [kRows], by which the scores of the rows have to be multiplied. A warp converts a row, each lane
-/// eight of up to 256 columns at a time.
+/// A query row on its way to f16 in shared memory, with its columns in the order in which 8-bit K of type `Stored` is
+/// read (tile_math.cuh). A warp has a row, each lane eight of up to 256 columns at a time.
 template <typename Shape, typename Stored>
-__device__ __forceinline__ void convert_query(const AttentionParams& params, const RowMap& map, uint8_t* destination,
-                                              float* row_factors) {
-  // Opaque: addresses are computed for each tile, because in registers throughout the loop over keys they spill.
-  const int32_t thread = ptx::opaque(threadIdx.x), lane = thread % 32, column = 8 * lane;
-  constexpr int kCount = (Shape::kHeadDim + 255) / 256;
-#pragma unroll 2
-  for (int32_t row = thread / 32; row < Shape::kRows; row += Shape::kWarps) {
-    float factor = 1.0f;
-    uint4 x[kCount];
+class ConvertedRow {
+  static constexpr int kCount = (Shape::kHeadDim + 255) / 256;
+  uint4 x_[kCount];
+
+  static __device__ __forceinline__ bool has_fp8_query(const AttentionParams& params) {
+    return !kHasTokenScales<Stored> && params.q_type == QueryType::Fp8;
+  }
+
+ public:
+  /// Starts to load row `row` of the map for lane `lane`. Rows past the last one and columns past head_dim become
+  /// zeros.
+  __device__ __forceinline__ void load(const AttentionParams& params, const RowMap& map, int32_t row, int32_t lane) {
     bool live[kCount];
     int64_t first[kCount];
 #pragma unroll
     for (int i = 0; i < kCount; ++i) {
-      x[i] = make_uint4(0, 0, 0, 0);
-      const int32_t own = column + 256 * i;
+      x_[i] = make_uint4(0, 0, 0, 0);
+      const int32_t own = 8 * lane + 256 * i;
       live[i] = row < map.num_rows && own < params.head_dim;
       first[i] = live[i] ? map.token(row) * params.q_token_stride + map.head(row) * params.q_head_stride + own : 0;
     }
-    if (!kHasTokenScales<Stored> && params.q_type == QueryType::Fp8) {
+    if (has_fp8_query(params)) {
 #pragma unroll
       for (int i = 0; i < kCount; ++i) {
         if (!live[i]) continue;
         const uint2 codes = __ldg(reinterpret_cast<const uint2*>(static_cast<const uint8_t*>(params.q) + first[i]));
-        const TwoPairs low = decode_neighbours<Stored, false>(codes.x);
-        const TwoPairs high = decode_neighbours<Stored, false>(codes.y);
-        x[i] = make_uint4(low.first, low.second, high.first, high.second);
+        x_[i].x = codes.x;
+        x_[i].y = codes.y;
       }
     } else {
 #pragma unroll
       for (int i = 0; i < kCount; ++i) {
-        if (live[i]) x[i] = __ldg(reinterpret_cast<const uint4*>(static_cast<const uint16_t*>(params.q) + first[i]));
+        if (live[i]) x_[i] = __ldg(reinterpret_cast<const uint4*>(static_cast<const uint16_t*>(params.q) + first[i]));
       }
-      factor = convert_row(params, x);
+    }
+  }
+  /// Converts the row and stores it in row `row` of `destination`, and in `row_factors` the factor by which its scores
+  /// have to be multiplied.
+  __device__ __forceinline__ void store(const AttentionParams& params, int32_t row, int32_t lane, uint8_t* destination,
+                                        float* row_factors) {
+    float factor = 1.0f;
+    if (has_fp8_query(params)) {
+#pragma unroll
+      for (uint4& part : x_) {
+        const TwoPairs low = decode_neighbours<Stored, false>(part.x), high = decode_neighbours<Stored, false>(part.y);
+        part = make_uint4(low.first, low.second, high.first, high.second);
+      }
+    } else {
+      factor = convert_row(params, x_);
     }
     if (lane == 0) row_factors[row] = factor;
 #pragma unroll
     for (int i = 0; i < kCount; ++i) {
-      if (column + 256 * i >= Shape::kHeadDim) continue;
+      if (8 * lane + 256 * i >= Shape::kHeadDim) continue;
       // 16 columns (two lanes) are 32 bytes: first the even pairs of columns, then the odd ones.
       uint8_t* const to = destination + row * Shape::kQueryPitch + 512 * i + lane / 2 * 32 + lane % 2 * 8;
-      *reinterpret_cast<uint2*>(to) = make_uint2(x[i].x, x[i].z);
-      *reinterpret_cast<uint2*>(to + 16) = make_uint2(x[i].y, x[i].w);
+      *reinterpret_cast<uint2*>(to) = make_uint2(x_[i].x, x_[i].z);
+      *reinterpret_cast<uint2*>(to + 16) = make_uint2(x_[i].y, x_[i].w);
     }
+  }
+};
+
+/// As `copy_query`, but converts to f16 and permutes columns (ConvertedRow). Sets `row_factors` [kRows], by which the
+/// scores of the rows have to be multiplied.
+template <typename Shape, typename Stored>
+__device__ __forceinline__ void convert_query(const AttentionParams& params, const RowMap& map, uint8_t* destination,
+                                              float* row_factors) {
+  // Opaque: addresses are computed for each tile, because in registers throughout the loop over keys they spill.
+  const int32_t thread = ptx::opaque(threadIdx.x), lane = thread % 32;
+#pragma unroll 2
+  for (int32_t row = thread / 32; row < Shape::kRows; row += Shape::kWarps) {
+    ConvertedRow<Shape, Stored> converted;
+    converted.load(params, map, row, lane);
+    converted.store(params, row, lane, destination, row_factors);
   }
 }
 

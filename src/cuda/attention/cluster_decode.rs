@@ -1,17 +1,16 @@
 //! Decode of few sequences in one launch on Hopper: clusters divide the keys of a KV head and merge split tiles through
 //! distributed shared memory, without a workspace and without a combine launch.
 
-use super::decode::{ROWS_PER_WARP, is_mostly_short, max_decode_tiles};
+use super::decode::{ROWS_PER_WARP, is_mostly_short};
 use super::tiles::transforms_logits;
-use super::{Call, Launch, Launches, Parameter, UNLIMITED, longest_or_mean_queries, max_tiles};
+use super::{Call, Launch, Launches, UNLIMITED, longest_or_mean_queries, max_tiles};
 use crate::cuda::enqueue::{LaunchAttributes, LaunchConfig};
 use crate::cuda::params::attention::{AttentionParams, KvSource};
 use crate::cuda::params::cluster_decode::{CLUSTER_DECODE_SLOTS, LARGEST_CLUSTER};
 use crate::cuda::tiles::{CLUSTER_DECODE, ClusterDecodeTile};
 use crate::cuda::variants;
 use crate::error::Result;
-
-const KERNEL: &str = "cluster_decode";
+use crate::tensor::DType;
 
 /// Maximum sequence slots.
 const MAX_SLOTS: i64 = CLUSTER_DECODE_SLOTS as i64;
@@ -24,6 +23,13 @@ const MOST_KEYS: i64 = 1 << 20;
 /// `MOST_KEYS` of calls that the variant `plain` is not compiled for. Over 8 KV heads and 1 x 128k, 12 and 16 packed rows take 147 and
 /// 162 us, 20 with split-KV 133 (H200; H100 184, 186 and 192); over 1 x 32k they take 46, and 45 (H100 51, and 58).
 const MOST_KEYS_OF_ANY: i64 = 1 << 19;
+
+/// `MOST_KEYS` over 8-bit K and V, by the tile's head dimension: converting them takes longer than reading, and split-KV has all SMs.
+/// Over 8 KV heads 1 x 2k takes 6.7 us instead of 10.5, 4 x 3000 14.6 instead of 16.9, 1 x 32k 30.3 instead of 27.9, and 4 x 8k at D 64
+/// 23.2 instead of 17.6 (e4m3fn, H200).
+const fn most_keys_of_8_bits(tile: &ClusterDecodeTile) -> i64 {
+    if tile.head_dim == 128 { 1 << 18 } else { 1 << 17 }
+}
 
 /// A CTA that has parts of several tiles merges its warps several times, which pays only for tiles of this many keys: 12 x 2k takes
 /// 32.3 us instead of 39.8 over 8 KV heads and 16 x 2k 40.0 instead of 41.6, but 16 x 512 15.6 instead of 11.8.
@@ -49,8 +55,11 @@ const LARGEST_OF_A_SEQUENCE: i64 = 4;
 /// The most packed rows of all sequences: the kernel divides their numbers by the group in f32.
 const MOST_ROWS: i64 = 1 << 20;
 
-/// Packed rows of a tile of the variant for plain calls.
-const PLAIN_ROWS: i64 = 8;
+/// Packed rows of a tile of plain calls, and over 8-bit K and V.
+const FEW_ROWS: i64 = 8;
+
+/// Packed rows of other tiles.
+const ROWS: i64 = 16;
 
 /// Takes calls of few sequences that are all short, without `batch_invariant`: how a tile is split depends on the batch.
 pub(super) fn launches<'c>(call: &Call<'c>) -> Result<Option<Launches<'c>>> {
@@ -58,21 +67,32 @@ pub(super) fn launches<'c>(call: &Call<'c>) -> Result<Option<Launches<'c>>> {
     let problem = call.problem;
     let Clusters { size, per_head } = clusters;
     let warps = per_head * size * i64::from(tile.key_warps);
-    let new_tokens = call.new_tokens.filter(|_| call.rows() <= ROWS_PER_WARP * warps);
+    let appends_kv = problem.kv_dtype.size() > 1;
+    let new_tokens = call.new_tokens.filter(|_| appends_kv && call.rows() <= ROWS_PER_WARP * warps);
     let mut params = call.params_for(1, UNLIMITED);
     params.clears_padding_rows = 1;
     params.new_tokens = new_tokens.unwrap_or(params.new_tokens);
-    let logits = if transforms_logits(problem) { "softcap_alibi" } else { "none" };
     let kind = match per_head {
         1 if is_plain(call, tile) => "plain",
         1 => "any",
         _ => "per_sequence",
     };
-    let variant =
-        variants::find(KERNEL, &[variants::dtype_value(problem.kv_dtype), tile.head_dim_value, logits, kind])?;
+    let logits = if transforms_logits(problem) { "softcap_alibi" } else { "none" };
+    let [kernel, dtype] = match problem.kv_dtype {
+        DType::I8 => ["cluster_decode_token_scales", "i8"],
+        DType::F8E4M3FN | DType::F8E5M2 if problem.scale_cache.is_some() => ["cluster_decode_token_scales", "fp8"],
+        DType::F8E4M3FN | DType::F8E5M2 => ["cluster_decode_fp8", "fp8"],
+        dtype => ["cluster_decode", variants::dtype_value(dtype)],
+    };
+    // With token scales there is no axis of logits.
+    let values = match problem.scale_cache {
+        None => vec![dtype, tile.head_dim_value, logits, kind],
+        Some(_) => vec![dtype, tile.head_dim_value],
+    };
+    let variant = variants::find(kernel, &values)?;
     let grid = [problem.num_kv_heads as u32, size as u32, per_head as u32];
     let config = LaunchConfig { grid, threads: 32 * tile.key_warps, shared_memory: tile.shared_bytes };
-    let attend = Launch::new(KERNEL, variant, config, Parameter::Attention(params));
+    let attend = Launch::new(kernel, variant, config, call.parameter(&params));
     let attributes = LaunchAttributes { cluster: size as u32, ..LaunchAttributes::NONE };
     let list = vec![Launch { attributes, ..attend }];
     Ok(Some(Launches { list, store_new_tokens: new_tokens.is_some() }))
@@ -100,19 +120,29 @@ fn is_plain(call: &Call, tile: &ClusterDecodeTile) -> bool {
         && params.v_scale.values.is_null()
         && params.value_factor.to_bits() == 1.0_f32.to_bits()
         && params.widens_out == 0;
-    let tiles = max_tiles(call.rows() * call.group(), PLAIN_ROWS, call.rows().min(call.seqs()));
-    has_plain_cache
+    tile.bytes > 1
+        && has_plain_cache
         && has_plain_mask
         && has_plain_rows
         && !transforms_logits(call.problem)
-        && longest_or_mean_queries(call.problem).saturating_mul(call.group()) <= PLAIN_ROWS
-        && chunks_of(call, tile, tiles) + i64::from(LARGEST_CLUSTER) <= MOST_CHUNKS
+        && longest_or_mean_queries(call.problem).saturating_mul(call.group()) <= FEW_ROWS
+        && chunks_of(call, tile, FEW_ROWS) + i64::from(LARGEST_CLUSTER) <= MOST_CHUNKS
 }
 
-/// The most KV chunks of a KV head with this number of tiles, of which the first and last chunk may have few keys.
-fn chunks_of(call: &Call, tile: &ClusterDecodeTile, tiles: i64) -> i64 {
+/// Packed rows of a tile of calls that are not plain.
+fn rows(call: &Call) -> i64 {
+    if call.problem.kv_dtype.size() == 1 { FEW_ROWS } else { ROWS }
+}
+
+/// The most KV chunks of a KV head if tiles have this many rows. The first and last chunk of a tile may have few keys.
+fn chunks_of(call: &Call, tile: &ClusterDecodeTile, tile_rows: i64) -> i64 {
     let keys = call.problem.keys.storage.capacity().1 as i64;
-    tiles * (keys / i64::from(tile.keys * tile.key_warps) + 2)
+    max_tiles_of(call, tile_rows) * (keys / i64::from(tile.keys * tile.key_warps) + 2)
+}
+
+/// The most tiles of this many rows that all sequences have.
+fn max_tiles_of(call: &Call, tile_rows: i64) -> i64 {
+    max_tiles(call.rows() * call.group(), tile_rows, call.rows().min(call.seqs()))
 }
 
 /// The clusters of a call.
@@ -141,13 +171,17 @@ fn clusters_of_sequences(call: &Call, tile: &ClusterDecodeTile) -> Option<Cluste
 fn tile_and_clusters(call: &Call) -> Option<(&'static ClusterDecodeTile, Clusters)> {
     let Call { problem, device, .. } = call;
     let is_short = is_mostly_short(call) || call.long_sequences() == 0;
-    let is_built = device.capability == 90 && problem.kv_dtype.size() == 2;
+    let is_built = device.capability == 90;
     let is_small = (1..=MAX_SLOTS).contains(&call.seqs()) && call.rows() * call.group() < MOST_ROWS;
     if !is_short || !is_built || problem.batch_invariant || !is_small {
         return None;
     }
     let dim = problem.head_dim.max(problem.value_dim);
-    let serves = |tile: &&ClusterDecodeTile| tile.head_dim as usize >= dim && tile.shared_bytes <= device.shared_memory;
+    let serves = |tile: &&ClusterDecodeTile| {
+        tile.bytes as usize == problem.kv_dtype.size()
+            && tile.head_dim as usize >= dim
+            && tile.shared_bytes <= device.shared_memory
+    };
     let tile = CLUSTER_DECODE.iter().filter(serves).min_by_key(|tile| tile.head_dim)?;
     if let Some(clusters) = clusters_of_sequences(call, tile) {
         return Some((tile, clusters));
@@ -156,14 +190,19 @@ fn tile_and_clusters(call: &Call) -> Option<(&'static ClusterDecodeTile, Cluster
     // Clusters of up to eight CTAs, one per SM, fit on three quarters of the SMs: a GPC's last SMs are too few for one.
     let largest = (sms * 3 / 4 / heads).min(i64::from(LARGEST_CLUSTER));
     let keys = problem.keys.storage.capacity().1 as i64;
-    let chunks = chunks_of(call, tile, max_decode_tiles(call));
+    let chunks = chunks_of(call, tile, rows(call));
     let seqs = call.rows().min(call.seqs());
-    let all_keys = seqs.saturating_mul(keys);
+    // Every tile over 8-bit K and V converts its keys.
+    let all_keys = keys.saturating_mul(if tile.bytes == 1 { max_tiles_of(call, FEW_ROWS) } else { seqs });
     let size = largest.min(chunks);
     // By sequences per CTA.
     let most_keys = if seqs <= size {
-        if is_plain(call, tile) { MOST_KEYS } else { MOST_KEYS_OF_ANY }
-    } else if seqs <= 2 * size && keys >= LONG_TILE_KEYS {
+        match tile.bytes {
+            1 => most_keys_of_8_bits(tile),
+            _ if is_plain(call, tile) => MOST_KEYS,
+            _ => MOST_KEYS_OF_ANY,
+        }
+    } else if seqs <= 2 * size && keys >= LONG_TILE_KEYS && tile.bytes > 1 {
         MOST_KEYS_OF_MANY
     } else {
         0
@@ -177,6 +216,7 @@ mod tests {
     use super::super::tests::{device, named_on, problem};
     use super::super::{Device, LaunchPlan};
     use crate::problem::attention::{Attention, KeyStorage, Keys, PageTable, Queries, Score};
+    use crate::problem::{KvScaleCache, KvView};
     use crate::tensor::{DType, Tensor};
 
     /// The CTAs of a cluster; `None` if another strategy takes the call.
@@ -184,7 +224,7 @@ mod tests {
         let plan = LaunchPlan::on(problem, None, *device).expect("the sizes are allowed");
         let launch = &plan.0.list[0];
         let [heads, size, _] = launch.config.grid;
-        let is_ours = launch.kernel == super::KERNEL;
+        let is_ours = launch.kernel.starts_with("cluster_decode");
         assert!(
             !is_ours || (plan.0.list.len(), heads, size) == (1, problem.num_kv_heads as u32, launch.attributes.cluster)
         );
@@ -240,9 +280,8 @@ mod tests {
         let plain = over(4096, 8, &problem(8, 8, 32, 128));
         assert_eq!(size(&plain), Some(8));
         assert_eq!(size(&Attention { batch_invariant: true, ..plain }), None);
-        for dtype in [DType::F32, DType::F8E4M3FN] {
-            assert_eq!(size(&Attention { q: Tensor { dtype, ..plain.q }, kv_dtype: dtype, ..plain }), None);
-        }
+        let dtype = DType::F32;
+        assert_eq!(size(&Attention { q: Tensor { dtype, ..plain.q }, kv_dtype: dtype, ..plain }), None);
         for capability in [80, 89, 100, 120] {
             assert_eq!(size_on(&plain, &Device { capability, ..device(true) }), None);
         }
@@ -261,6 +300,27 @@ mod tests {
         }
     }
 
+    #[test]
+    fn eight_bit_caches_have_variants_for_few_and_many_rows() {
+        let view = KvView { data: std::ptr::null_mut(), page_stride: 0, token_stride: 0, head_stride: 0 };
+        let scales = Some(KvScaleCache { k: view, v: view });
+        for (kv_dtype, scale_cache, stem) in [
+            (DType::F8E4M3FN, None, "fp8_fp8_128_softcap_alibi_any"),
+            (DType::F8E5M2, None, "fp8_fp8_128_softcap_alibi_any"),
+            (DType::F8E4M3FN, scales, "token_scales_fp8_128"),
+            (DType::I8, scales, "token_scales_i8_128"),
+        ] {
+            // Groups of 4 query heads.
+            for longest in [2, 3] {
+                let plain = paged(16, 2, longest);
+                let queries = Queries { longest, ..plain.queries };
+                let problem = Attention { kv_dtype, scale_cache, queries, ..plain };
+                let name = named_on(&problem, &device(true))[0].0;
+                assert_eq!(name, format!("cluster_decode_{stem}"));
+            }
+        }
+    }
+
     /// A plain call of `seqs` sequences of `queries` queries over up to 64 pages of `page_size` tokens.
     fn paged(page_size: usize, seqs: usize, queries: usize) -> Attention<'static> {
         let pointer = std::ptr::without_provenance(4);
@@ -275,7 +335,7 @@ mod tests {
         let grid = |problem: &Attention| {
             let plan = LaunchPlan::on(problem, None, device(true)).expect("the sizes are allowed");
             let launch = &plan.0.list[0];
-            (launch.kernel == super::KERNEL).then_some((launch.config.grid, launch.attributes.cluster))
+            launch.kernel.starts_with("cluster_decode").then_some((launch.config.grid, launch.attributes.cluster))
         };
         for (seqs, heads, size) in [(9, 8, 1), (16, 8, 1), (9, 4, 2), (16, 2, 3), (9, 2, 4)] {
             let call = Attention { num_kv_heads: heads, num_q_heads: 4 * heads, ..paged(16, seqs, 1) };

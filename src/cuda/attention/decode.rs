@@ -43,7 +43,7 @@ pub(super) fn is_mostly_short(call: &Call) -> bool {
 }
 
 /// The maximum number of tiles per KV head if decode serves all sequences.
-pub(super) fn max_decode_tiles(call: &Call) -> i64 {
+fn max_decode_tiles(call: &Call) -> i64 {
     max_tiles(call.rows() * call.group(), call.decode.rows(), call.rows().min(call.seqs()))
 }
 

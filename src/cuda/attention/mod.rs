@@ -59,8 +59,14 @@ const STRATEGIES: [Strategy; 9] = [
 ];
 
 /// Those of caches with a scale per token and KV head.
-const TOKEN_SCALE_STRATEGIES: [Strategy; 5] =
-    [decode::launches, hopper::launches_for_all, hopper_split_kv::launches, hopper::launches, portable::launches];
+const TOKEN_SCALE_STRATEGIES: [Strategy; 6] = [
+    cluster_decode::launches,
+    decode::launches,
+    hopper::launches_for_all,
+    hopper_split_kv::launches,
+    hopper::launches,
+    portable::launches,
+];
 
 /// The call that strategies decide on.
 struct Call<'c> {

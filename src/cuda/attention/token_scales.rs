@@ -67,7 +67,7 @@ mod tests {
         let with_8_rows = format!("{decode}_8rows");
         for capability in [90, 100, 120] {
             let named = |problem: &Attention| named_on(problem, &Device { capability, ..device(true) });
-            assert_eq!(named(&scaled(4, 4, 128)), [(&*with_8_rows, 1, i32::MAX)]);
+            assert_eq!(named(&scaled(40, 40, 128)), [(&*with_8_rows, 1, i32::MAX)]);
             assert_eq!(named(&scaled(64, 64, 72)), [(&*with_8_rows, 1, i32::MAX)]);
             assert_eq!(named(&scaled(5000, 7, 128)), [(&*prefill, 5, i32::MAX), (&*decode, 1, 4)]);
             let wide = ["attention_token_scales_i8_512_prefill_scales", "attention_token_scales_i8_512_decode"];
