@@ -4,19 +4,38 @@
 
 use crate::attention::metadata::corrupt;
 use crate::support::{
-    ALIBI, AttentionCase, BF16, BatchSpec, Dtypes, F16, InvalidMetadata, KvLayout, Mask, MaxSeqlenHints, MemoryLayout,
-    PagedUpdateCase, PairwiseOptions, ReferenceCase, ScaleKind, assert_calls_match_reference,
-    assert_named_matches_reference, skips_slow_test,
+    ALIBI, AttentionCase, BF16, BatchSpec, Dtypes, F8E4M3FN, F8E5M2, F16, I8, InvalidMetadata, KvLayout, Mask,
+    MaxSeqlenHints, MemoryLayout, PagedUpdateCase, PairwiseOptions, ReferenceCase, ScaleKind,
+    assert_calls_match_reference, assert_named_matches_reference, skips_slow_test,
 };
 
 const DTYPES: [Dtypes; 2] = [Dtypes::same(BF16), Dtypes::same(F16)];
+
+/// Caches of 8 bits, without and with a scale per row.
+const EIGHT_BITS: [Dtypes; 6] = [
+    Dtypes::over(BF16, F8E4M3FN),
+    Dtypes::scaled(BF16, I8, BF16),
+    Dtypes::over(F16, F8E5M2),
+    Dtypes::scaled(F16, F8E4M3FN, F16),
+    Dtypes::narrow(BF16),
+    Dtypes::scaled(F16, I8, F16),
+];
 
 /// The buckets, dimensions between them, and D other than Dv.
 const HEAD_DIMS: [(usize, usize); 6] = [(64, 64), (128, 128), (256, 256), (40, 40), (96, 72), (192, 128)];
 
 /// Few and several queries per sequence, empty sequences, and keys of one block, of one CTA and of a whole cluster.
 const SHORT: PairwiseOptions = PairwiseOptions {
-    dtypes: &[DTYPES[0], DTYPES[1], Dtypes::wide(BF16, BF16), Dtypes::wide(F16, F16)],
+    dtypes: &[
+        DTYPES[0],
+        DTYPES[1],
+        Dtypes::wide(BF16, BF16),
+        Dtypes::wide(F16, F16),
+        EIGHT_BITS[0],
+        EIGHT_BITS[2],
+        EIGHT_BITS[4],
+        Dtypes::wide(BF16, F8E4M3FN),
+    ],
     head_dims: &HEAD_DIMS,
     heads: &[(1, 1), (4, 1), (8, 2), (6, 3)],
     work: &[
@@ -61,8 +80,7 @@ fn decode(lengths: &[usize], seed: u64) -> BatchSpec {
 
 /// Contexts around the sizes at which work moves to another CTA; tiles that two, three and all CTAs of a cluster split, that
 /// end where a range ends, and several in a CTA.
-fn contexts() -> Vec<Vec<usize>> {
-    let chunk = 128;
+fn contexts(chunk: usize) -> Vec<Vec<usize>> {
     let mut cases: Vec<Vec<usize>> = (1..=9).flat_map(|n| [vec![n * chunk - 1], vec![n * chunk + 1]]).collect();
     cases.extend((1..=8).map(|n| vec![chunk; n]));
     cases.extend([
@@ -85,7 +103,7 @@ fn ranges_of_every_kind_agree_with_the_reference() {
     if skips_slow_test() {
         return;
     }
-    for (seed, lengths) in contexts().into_iter().enumerate() {
+    for (seed, lengths) in contexts(128).into_iter().enumerate() {
         let spec = decode(&lengths, seed as u64);
         let memory_layout =
             MemoryLayout { page_size: [16, 1, 64, 20][seed % 4], spare_seqs: seed % 3, ..MemoryLayout::default() };
@@ -100,6 +118,25 @@ fn ranges_of_every_kind_agree_with_the_reference() {
 }
 
 #[test]
+fn ranges_of_every_kind_over_caches_of_8_bits_agree_with_the_reference() {
+    if skips_slow_test() {
+        return;
+    }
+    for (seed, lengths) in contexts(256).into_iter().enumerate() {
+        let dtypes = EIGHT_BITS[seed / 3 % 6];
+        let spec = BatchSpec { dtypes, ..decode(&lengths, seed as u64) };
+        let memory_layout = MemoryLayout {
+            spare_seqs: seed % 3,
+            ..MemoryLayout::paged(KvLayout::Interleaved, [16, 1, 64, 20, 32][seed % 5])
+        };
+        assert_named_matches_reference(
+            &format!("ranges {seed}"),
+            &mut AttentionCase::paged(&spec.batch(), &memory_layout),
+        );
+    }
+}
+
+#[test]
 fn hostile_metadata_does_not_affect_valid_sequences() {
     if skips_slow_test() {
         return;
@@ -107,16 +144,21 @@ fn hostile_metadata_does_not_affect_valid_sequences() {
     for seed in 0..48 {
         // On Hopper the second batch has a cluster per sequence.
         let lengths: [&[usize]; 2] = [&[300, 40, 1200, 16, 129], &[300, 40, 900, 16, 129, 1, 64, 128, 500, 7]];
-        let spec = decode(lengths[seed as usize / 24], seed);
-        let mut case = AttentionCase::paged(&spec.batch(), &MemoryLayout::default());
-        corrupt(&mut case, seed);
-        case.compare_with_reference(InvalidMetadata::Unspecified);
+        for dtypes in [DTYPES[seed as usize % 2], EIGHT_BITS[seed as usize % 6]] {
+            let spec = BatchSpec { dtypes, ..decode(lengths[seed as usize / 24], seed) };
+            let memory_layout = MemoryLayout::paged(KvLayout::Interleaved, 16);
+            let mut case = AttentionCase::paged(&spec.batch(), &memory_layout);
+            corrupt(&mut case, seed);
+            case.compare_with_reference(InvalidMetadata::Unspecified);
+        }
     }
 }
 
 #[cfg(feature = "cuda")]
 mod on_their_own_gpu {
-    use super::{AttentionCase, BatchSpec, DTYPES, Mask, MemoryLayout, decode};
+    use super::{
+        AttentionCase, BF16, BatchSpec, DTYPES, Dtypes, F8E4M3FN, F8E5M2, F16, I8, KvLayout, Mask, MemoryLayout, decode,
+    };
     use crate::support::device::Gpu;
 
     /// Short, with a call of every variant.
@@ -125,10 +167,20 @@ mod on_their_own_gpu {
         let Some(gpu) = Gpu::with_tuned_kernels_or_skip() else { return };
         let (few, many) = (decode(&[700, 0, 130, 1, 260], 0), decode(&[700, 0, 130, 1, 260, 5, 64, 900, 2, 30], 0));
         let expect = |spec: &BatchSpec, variant: &str| {
-            AttentionCase::paged(&spec.batch(), &MemoryLayout::default())
+            AttentionCase::paged(&spec.batch(), &MemoryLayout::paged(KvLayout::Interleaved, 16))
                 .invocation()
                 .assert_logs(&gpu, &[&format!("cluster_decode_{variant} with")]);
         };
+        for head_dim in [64, 128, 256] {
+            for (dtypes, variant) in [
+                (Dtypes::over(BF16, F8E4M3FN), format!("fp8_fp8_{head_dim}_softcap_alibi_any")),
+                (Dtypes::over(F16, F8E5M2), format!("fp8_fp8_{head_dim}_softcap_alibi_any")),
+                (Dtypes::scaled(BF16, F8E4M3FN, BF16), format!("token_scales_fp8_{head_dim}")),
+                (Dtypes::scaled(F16, I8, F16), format!("token_scales_i8_{head_dim}")),
+            ] {
+                expect(&BatchSpec { dtypes, head_dim, heads: (4, 1), ..few.clone() }, &variant);
+            }
+        }
         for (dtypes, name) in DTYPES.into_iter().zip(["bf16", "f16"]) {
             for head_dim in [64, 128, 256] {
                 for (softcap, mask, variant) in [

@@ -25,8 +25,8 @@ const MOST_KEYS: i64 = 1 << 20;
 const MOST_KEYS_OF_ANY: i64 = 1 << 19;
 
 /// `MOST_KEYS` over 8-bit K and V, by the tile's head dimension: converting them takes longer than reading, and split-KV has all SMs.
-/// Over 8 KV heads 1 x 2k takes 6.7 us instead of 10.5, 4 x 3000 14.6 instead of 16.9, 1 x 32k 30.3 instead of 27.9, and 4 x 8k at D 64
-/// 23.2 instead of 17.6 (e4m3fn, H200).
+/// Over 8 KV heads 1 x 2k takes 6.4 us instead of 10.5, 4 x 3000 13.9 instead of 16.9 and 4 x 8k 28.3 instead of 29.8 (int8 with scales 32.8
+/// instead of 32.7), but 4 x 8k at D 64 23.2 instead of 17.6 (e4m3fn, H200).
 const fn most_keys_of_8_bits(tile: &ClusterDecodeTile) -> i64 {
     if tile.head_dim == 128 { 1 << 18 } else { 1 << 17 }
 }
@@ -35,7 +35,8 @@ const fn most_keys_of_8_bits(tile: &ClusterDecodeTile) -> i64 {
 /// 32.3 us instead of 39.8 over 8 KV heads and 16 x 2k 40.0 instead of 41.6, but 16 x 512 15.6 instead of 11.8.
 const LONG_TILE_KEYS: i64 = 2048;
 
-/// `MOST_KEYS` of sequences that are more than a cluster's CTAs: 16 x 8k takes 133.8 us instead of 129.6.
+/// `MOST_KEYS` of sequences that are more than a cluster's CTAs: 16 x 8k takes 133.8 us instead of 129.6. Over 8 bits it is three quarters
+/// of theirs: 12 x 2k takes 25.2 us instead of 28.6.
 const MOST_KEYS_OF_MANY: i64 = 1 << 18;
 
 /// The most KV chunks of a KV head: the kernel divides them in f32.
@@ -125,8 +126,13 @@ fn is_plain(call: &Call, tile: &ClusterDecodeTile) -> bool {
         && has_plain_mask
         && has_plain_rows
         && !transforms_logits(call.problem)
-        && longest_or_mean_queries(call.problem).saturating_mul(call.group()) <= FEW_ROWS
+        && packed_rows(call) <= FEW_ROWS
         && chunks_of(call, tile, FEW_ROWS) + i64::from(LARGEST_CLUSTER) <= MOST_CHUNKS
+}
+
+/// Packed rows of the longest sequence, or of a sequence on average.
+fn packed_rows(call: &Call) -> i64 {
+    longest_or_mean_queries(call.problem).saturating_mul(call.group())
 }
 
 /// Packed rows of a tile of calls that are not plain.
@@ -137,12 +143,8 @@ fn rows(call: &Call) -> i64 {
 /// The most KV chunks of a KV head if tiles have this many rows. The first and last chunk of a tile may have few keys.
 fn chunks_of(call: &Call, tile: &ClusterDecodeTile, tile_rows: i64) -> i64 {
     let keys = call.problem.keys.storage.capacity().1 as i64;
-    max_tiles_of(call, tile_rows) * (keys / i64::from(tile.keys * tile.key_warps) + 2)
-}
-
-/// The most tiles of this many rows that all sequences have.
-fn max_tiles_of(call: &Call, tile_rows: i64) -> i64 {
-    max_tiles(call.rows() * call.group(), tile_rows, call.rows().min(call.seqs()))
+    let tiles = max_tiles(call.rows() * call.group(), tile_rows, call.rows().min(call.seqs()));
+    tiles * (keys / i64::from(tile.keys * tile.key_warps) + 2)
 }
 
 /// The clusters of a call.
@@ -193,7 +195,8 @@ fn tile_and_clusters(call: &Call) -> Option<(&'static ClusterDecodeTile, Cluster
     let chunks = chunks_of(call, tile, rows(call));
     let seqs = call.rows().min(call.seqs());
     // Every tile over 8-bit K and V converts its keys.
-    let all_keys = keys.saturating_mul(if tile.bytes == 1 { max_tiles_of(call, FEW_ROWS) } else { seqs });
+    let tiles = if tile.bytes == 1 { packed_rows(call).saturating_add(FEW_ROWS - 1) / FEW_ROWS } else { 1 };
+    let all_keys = seqs.saturating_mul(keys).saturating_mul(tiles);
     let size = largest.min(chunks);
     // By sequences per CTA.
     let most_keys = if seqs <= size {
@@ -202,8 +205,8 @@ fn tile_and_clusters(call: &Call) -> Option<(&'static ClusterDecodeTile, Cluster
             _ if is_plain(call, tile) => MOST_KEYS,
             _ => MOST_KEYS_OF_ANY,
         }
-    } else if seqs <= 2 * size && keys >= LONG_TILE_KEYS && tile.bytes > 1 {
-        MOST_KEYS_OF_MANY
+    } else if seqs <= 2 * size && keys >= LONG_TILE_KEYS {
+        if tile.bytes == 1 { most_keys_of_8_bits(tile) / 4 * 3 } else { MOST_KEYS_OF_MANY }
     } else {
         0
     };
@@ -319,6 +322,28 @@ mod tests {
                 assert_eq!(name, format!("cluster_decode_{stem}"));
             }
         }
+    }
+
+    #[test]
+    fn fewer_keys_of_8_bits_are_computed_by_clusters() {
+        let over = |keys, seqs, heads: usize, dim| {
+            let plain = over(keys, heads, &problem(seqs, seqs, 32, dim));
+            size(&Attention { kv_dtype: DType::F8E4M3FN, ..plain })
+        };
+        assert_eq!([1 << 15, (1 << 15) + 1].map(|keys| over(keys, 1, 8, 128)), [Some(8), None]);
+        assert_eq!([1 << 14, (1 << 14) + 1].map(|keys| over(keys, 1, 8, 64)), [Some(8), None]);
+        assert_eq!([12, 13].map(|seqs| over(2048, seqs, 8, 128)), [Some(8), None]);
+        // Groups of 16 query heads have two tiles per sequence.
+        let wide = |keys| {
+            let plain = over_groups_of_16(keys);
+            size(&Attention { kv_dtype: DType::F8E4M3FN, ..plain })
+        };
+        assert_eq!([1 << 14, (1 << 14) + 1].map(wide), [Some(8), None]);
+    }
+
+    /// A sequence of this many keys over 8 KV heads of 16 query heads each.
+    fn over_groups_of_16(keys: usize) -> Attention<'static> {
+        Attention { num_q_heads: 128, ..over(keys, 8, &problem(1, 1, 32, 128)) }
     }
 
     /// A plain call of `seqs` sequences of `queries` queries over up to 64 pages of `page_size` tokens.
