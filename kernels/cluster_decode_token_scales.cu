@@ -24,10 +24,8 @@ using Shape = xa::ClusterShape<Types::Compute, Types::Stored, XA_HEAD_DIM, xa::c
 struct ScaledRows {
   const xa::TokenScaleParams& params;
 
-  template <typename Shape>
   using State = xa::TokenScaleState<1, Shape::kHeadDim / 8, Shape::kTileRows>;
 
-  template <typename Shape>
   __device__ __forceinline__ xa::TokenScales<Shape> of(const xa::WorkTile& work, uint32_t ring) const {
     return xa::TokenScales<Shape>(params, work, ring);
   }

@@ -4,9 +4,9 @@
 //
 //  - In a usual cache each load of kTokensPerLoad tokens is in one page, and K and V have the same strides. A lane
 //  looks
-//    up one load, so that 32 loads are looked up at once. All rows of a load are copied; rows of V of keys that are not
-//    the tile's are cleared in shared memory.
-//  - Loads from other caches are those of decode (row_pairs.cuh), and their tokens are looked up one block ahead.
+//    up one load, for 32 loads at once. All rows of a load are copied; rows of V of keys that are not the tile's are
+//    cleared in shared memory.
+//  - Loads from other caches are those of decode (row_pairs.cuh). A lane looks up one token, one block ahead.
 #pragma once
 
 #include <cstdint>
@@ -158,7 +158,9 @@ class Cluster8BitLoop {
         slots_(params, work, blocks, is_usual_),
         usual_(params, work.kv_head),
         others_(params, work, 0),
-        scales_(scales) {}
+        scales_(scales) {
+    if (!is_usual_) look_up_other(first_key_);
+  }
 
   /// Sets `state` to that of the warp's keys. `store_query` is called when the first copies are under way, and stores
   /// the query rows at shared address `query_rows`.
@@ -237,16 +239,21 @@ class Cluster8BitLoop {
     }
     ptx::cp_async_commit();
   }
-  __device__ __forceinline__ void fetch_other(int32_t stage, int32_t key) const {
-    const int32_t lane = threadIdx.x % kTokensPerLoad;
+  __device__ __forceinline__ void fetch_other(int32_t stage, int32_t key) {
 #pragma unroll 1
     for (int row = 0; row < kKeys; row += kTokensPerLoad) {
-      const int32_t first = key + row, token = first + lane;
-      const Interval visible = {work_.keys.begin, end_ - work_.keys.begin};
-      const TokenSlot slot = visible.holds(token) ? slot_of(params_, work_, token) : TokenSlot{0, 0};
-      others_.load(keys(stage) + row * Rows::kPitch, first, slot, false);
-      if constexpr (Shape::kHasTokenScales) scales_.load_other(stage, row, first, slot, false);
+      const int32_t lane = row + threadIdx.x % kTokensPerLoad;
+      const TokenSlot slot = {__shfl_sync(~0u, ahead_.page, lane), __shfl_sync(~0u, ahead_.offset, lane)};
+      others_.load(keys(stage) + row * Rows::kPitch, key + row, slot, false);
+      if constexpr (Shape::kHasTokenScales) scales_.load_other(stage, row, key + row, slot, false);
     }
+    look_up_other(key + step_);
+  }
+  /// Looks up a token per lane of the block that begins at `key`.
+  __device__ __forceinline__ void look_up_other(int32_t key) {
+    const int32_t token = key + static_cast<int32_t>(threadIdx.x % kKeys);
+    const Interval visible = {work_.keys.begin, end_ - work_.keys.begin};
+    ahead_ = visible.holds(token) ? slot_of(params_, work_, token) : TokenSlot{0, 0};
   }
 
   const AttentionParams& params_;
@@ -259,6 +266,7 @@ class Cluster8BitLoop {
   LoadSlots<kLoads> slots_;
   const UsualLoader<Shape::kHeadDim, Shape::kBlockBytes> usual_;
   const PairLoader<Stored, Shape::kHeadDim, Shape::kBlockBytes> others_;
+  TokenSlot ahead_;  // for `others_`: of a token of the next block
   const Scales scales_;
 };
 

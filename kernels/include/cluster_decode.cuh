@@ -26,27 +26,24 @@
 namespace xa {
 
 /// What a kernel over rows without scales of their own gives `ClusterDecode`.
+template <typename Shape>
 struct NoScaledRows {
-  template <typename Shape>
   using State = SoftmaxState<1, Shape::kHeadDim / 8, Shape::kTileRows>;
 
-  template <typename Shape>
-  __device__ __forceinline__ NoTokenScales of(const WorkTile&, uint32_t) const {
-    return {};
-  }
+  __device__ __forceinline__ NoTokenScales of(const WorkTile&, uint32_t) const { return {}; }
 };
 
 /// `T` is the operand type of the products, `Stored` the element type of K and V. `ScaledRows` has the type of a warp's
-/// state and the scales of the rows of a warp's ring.
-template <typename Shape, typename T, typename Stored, typename LogitsTransform, typename ScaledRows = NoScaledRows>
+/// state over 8-bit K and V, and the scales of the rows of a warp's ring.
+template <typename Shape, typename T, typename Stored, typename LogitsTransform,
+          typename ScaledRows = NoScaledRows<Shape>>
 class ClusterDecode {
   static constexpr int kRows = Shape::kRows, kRowItems = Shape::kRowItems;
   using Sequence = LaneSequence<kRows, Shape::kKvChunkKeys>;
   using Writer = RowWriter<T, Shape::kIsFp8>;
-  using Scales = decltype(std::declval<ScaledRows>().template of<Shape>(std::declval<WorkTile&>(), 0));
+  using Scales = decltype(std::declval<ScaledRows>().of(std::declval<WorkTile&>(), 0));
   using Loop =
-      std::conditional_t<Shape::kIsFp8,
-                         Cluster8BitLoop<Shape, T, Stored, Scales, typename ScaledRows::template State<Shape>>,
+      std::conditional_t<Shape::kIsFp8, Cluster8BitLoop<Shape, T, Stored, Scales, typename ScaledRows::State>,
                          std::conditional_t<Shape::kIsPlain, ClusterPlainLoop<Shape, T>, ClusterLoop<Shape, T>>>;
 
  public:
@@ -143,8 +140,7 @@ class ClusterDecode {
     } else {
       const auto map = [&] { return RowMap(params_, in_sequence(work_.tile), work_.kv_head); };
       if constexpr (Shape::kIsFp8) {
-        Loop loop(params_, work_, blocks, rings,
-                  scaled_rows_.template of<Shape>(work_, rings + threadIdx.x / 32 * Shape::kRingBytes));
+        Loop loop(params_, work_, blocks, rings, scaled_rows_.of(work_, rings + threadIdx.x / 32 * Shape::kRingBytes));
         // A row per warp.
         static_assert(Shape::kRows == Shape::kWarps);
         const int32_t warp = threadIdx.x / 32, lane = threadIdx.x % 32;

@@ -5,7 +5,7 @@ use super::decode::{ROWS_PER_WARP, is_mostly_short};
 use super::tiles::transforms_logits;
 use super::{Call, Launch, Launches, UNLIMITED, longest_or_mean_queries, max_tiles};
 use crate::cuda::enqueue::{LaunchAttributes, LaunchConfig};
-use crate::cuda::params::attention::{AttentionParams, KvSource};
+use crate::cuda::params::attention::{AttentionParams, KvSource, TOKENS_PER_LOAD};
 use crate::cuda::params::cluster_decode::{CLUSTER_DECODE_SLOTS, LARGEST_CLUSTER};
 use crate::cuda::tiles::{CLUSTER_DECODE, ClusterDecodeTile};
 use crate::cuda::variants;
@@ -24,11 +24,18 @@ const MOST_KEYS: i64 = 1 << 20;
 /// 162 us, 20 with split-KV 133 (H200; H100 184, 186 and 192); over 1 x 32k they take 46, and 45 (H100 51, and 58).
 const MOST_KEYS_OF_ANY: i64 = 1 << 19;
 
-/// `MOST_KEYS` over 8-bit K and V, by the tile's head dimension: converting them takes longer than reading, and split-KV has all SMs.
-/// Over 8 KV heads 1 x 2k takes 6.4 us instead of 10.5, 4 x 3000 13.9 instead of 16.9 and 4 x 8k 28.3 instead of 29.8 (int8 with scales 32.8
-/// instead of 32.7), but 4 x 8k at D 64 23.2 instead of 17.6 (e4m3fn, H200).
-const fn most_keys_of_8_bits(tile: &ClusterDecodeTile) -> i64 {
-    if tile.head_dim == 128 { 1 << 18 } else { 1 << 17 }
+/// `MOST_KEYS` over 8-bit K and V: converting them takes longer than reading, and split-KV has all SMs. Over 8 KV heads 1 x 2k takes 6.4
+/// us instead of 10.5, 4 x 3000 13.9 instead of 16.9 and 4 x 8k 28.3 instead of 29.8 (int8 with scales 32.8 instead of 32.7), but 4 x 8k at
+/// D 64 23.2 instead of 17.6. In pages of one token 1 x 2k takes 7.8 us instead of 11.6, 1 x 8k 16.2 instead of 14.9 (e4m3fn, H200).
+fn most_keys_of_8_bits(call: &Call, tile: &ClusterDecodeTile) -> i64 {
+    let AttentionParams { block_table, page_size, has_narrow_rows, .. } = call.params;
+    // `UsualLoader::takes` of `kernels/include/cluster_8bit_loop.cuh`, but for K and V of other strides.
+    let is_usual = !block_table.is_null() && page_size % TOKENS_PER_LOAD == 0 && has_narrow_rows == 0;
+    match (is_usual, tile.head_dim) {
+        (false, _) => 1 << 16,
+        (true, 128) => 1 << 18,
+        (true, _) => 1 << 17,
+    }
 }
 
 /// A CTA that has parts of several tiles merges its warps several times, which pays only for tiles of this many keys: 12 x 2k takes
@@ -201,12 +208,12 @@ fn tile_and_clusters(call: &Call) -> Option<(&'static ClusterDecodeTile, Cluster
     // By sequences per CTA.
     let most_keys = if seqs <= size {
         match tile.bytes {
-            1 => most_keys_of_8_bits(tile),
+            1 => most_keys_of_8_bits(call, tile),
             _ if is_plain(call, tile) => MOST_KEYS,
             _ => MOST_KEYS_OF_ANY,
         }
     } else if seqs <= 2 * size && keys >= LONG_TILE_KEYS {
-        if tile.bytes == 1 { most_keys_of_8_bits(tile) / 4 * 3 } else { MOST_KEYS_OF_MANY }
+        if tile.bytes == 1 { most_keys_of_8_bits(call, tile) / 4 * 3 } else { MOST_KEYS_OF_MANY }
     } else {
         0
     };
@@ -326,24 +333,18 @@ mod tests {
 
     #[test]
     fn fewer_keys_of_8_bits_are_computed_by_clusters() {
-        let over = |keys, seqs, heads: usize, dim| {
-            let plain = over(keys, heads, &problem(seqs, seqs, 32, dim));
-            size(&Attention { kv_dtype: DType::F8E4M3FN, ..plain })
+        // Up to 64 pages over 8 KV heads.
+        let of = |page_size, seqs, group: usize, dim| {
+            let plain = paged(page_size, seqs, 1);
+            let sizes = Attention { num_q_heads: 8 * group, head_dim: dim, value_dim: dim, ..plain };
+            size(&Attention { kv_dtype: DType::F8E4M3FN, ..sizes })
         };
-        assert_eq!([1 << 15, (1 << 15) + 1].map(|keys| over(keys, 1, 8, 128)), [Some(8), None]);
-        assert_eq!([1 << 14, (1 << 14) + 1].map(|keys| over(keys, 1, 8, 64)), [Some(8), None]);
-        assert_eq!([12, 13].map(|seqs| over(2048, seqs, 8, 128)), [Some(8), None]);
+        assert_eq!([512, 528].map(|page_size| of(page_size, 1, 4, 128)), [Some(8), None]);
+        assert_eq!([256, 272].map(|page_size| of(page_size, 1, 4, 64)), [Some(8), None]);
+        assert_eq!([120, 136].map(|page_size| of(page_size, 1, 4, 128)), [Some(8), None]);
+        assert_eq!([12, 13].map(|seqs| of(32, seqs, 4, 128)), [Some(8), None]);
         // Groups of 16 query heads have two tiles per sequence.
-        let wide = |keys| {
-            let plain = over_groups_of_16(keys);
-            size(&Attention { kv_dtype: DType::F8E4M3FN, ..plain })
-        };
-        assert_eq!([1 << 14, (1 << 14) + 1].map(wide), [Some(8), None]);
-    }
-
-    /// A sequence of this many keys over 8 KV heads of 16 query heads each.
-    fn over_groups_of_16(keys: usize) -> Attention<'static> {
-        Attention { num_q_heads: 128, ..over(keys, 8, &problem(1, 1, 32, 128)) }
+        assert_eq!([256, 272].map(|page_size| of(page_size, 1, 16, 128)), [Some(8), None]);
     }
 
     /// A plain call of `seqs` sequences of `queries` queries over up to 64 pages of `page_size` tokens.
