@@ -324,7 +324,7 @@ mod tests {
             for longest in [2, 3] {
                 let plain = paged(16, 2, longest);
                 let queries = Queries { longest, ..plain.queries };
-                let problem = Attention { kv_dtype, scale_cache, queries, ..plain };
+                let problem = Attention { kv_dtype, queries, scale_cache, ..plain };
                 let name = named_on(&problem, &device(true))[0].0;
                 assert_eq!(name, format!("cluster_decode_{stem}"));
             }
