@@ -24,8 +24,8 @@ const MOST_KEYS: i64 = 1 << 20;
 /// 162 us, 20 with split-KV 133 (H200; H100 184, 186 and 192); over 1 x 32k they take 46, and 45 (H100 51, and 58).
 const MOST_KEYS_OF_ANY: i64 = 1 << 19;
 
-/// `MOST_KEYS` over 8-bit K and V: converting them takes longer than reading, and split-KV has all SMs. Over 8 KV heads 1 x 2k takes 6.4
-/// us instead of 10.5, 4 x 3000 13.9 instead of 16.9 and 4 x 8k 28.3 instead of 29.8 (int8 with scales 32.8 instead of 32.7), but 4 x 8k at
+/// `MOST_KEYS` over 8-bit K and V: converting them takes longer than reading, and split-KV has all SMs. Over 8 KV heads 1 x 2k takes 6.8
+/// us instead of 10.5, 4 x 3000 14.4 instead of 16.9 and 4 x 8k 28.7 instead of 29.8 (int8 with scales 33.3 instead of 32.7), but 4 x 8k at
 /// D 64 23.2 instead of 17.6. In pages of one token 1 x 2k takes 7.8 us instead of 11.6, 1 x 8k 16.2 instead of 14.9 (e4m3fn, H200).
 fn most_keys_of_8_bits(call: &Call, tile: &ClusterDecodeTile) -> i64 {
     let AttentionParams { block_table, page_size, has_narrow_rows, .. } = call.params;
@@ -43,7 +43,7 @@ fn most_keys_of_8_bits(call: &Call, tile: &ClusterDecodeTile) -> i64 {
 const LONG_TILE_KEYS: i64 = 2048;
 
 /// `MOST_KEYS` of sequences that are more than a cluster's CTAs: 16 x 8k takes 133.8 us instead of 129.6. Over 8 bits it is three quarters
-/// of theirs: 12 x 2k takes 25.2 us instead of 28.6.
+/// of theirs: 12 x 2k takes 25.5 us instead of 28.6.
 const MOST_KEYS_OF_MANY: i64 = 1 << 18;
 
 /// The most KV chunks of a KV head: the kernel divides them in f32.
