@@ -168,24 +168,16 @@ class Cluster8BitLoop {
   __device__ __forceinline__ void attend(State& state, uint32_t query_rows, const LogitsTransform& transform,
                                          const StoreQuery& store_query) {
     QueryFragments<1, Shape::kHeadDim, sizeof(T), kHoldsQuery, Shape::kHeadDim, Shape::kTileRows> query(query_rows);
-    int32_t stage = 0, key = first_key_, fetched = first_key_;
-    // The first kStages rounds only copy, so that the instructions that copy are there once.
-#pragma unroll 1
-    for (int32_t round = -kStages;; ++round) {
-      if (round >= 0) {
-        if (round == 0) {
+    for_ring_blocks<kStages>(
+        first_key_, step_, [&](int32_t key) { return key >= end_; },
+        [&] {
           store_query();
           __syncthreads();
           query.fill();
           state = State();
-        }
-        if (key >= end_) break;
-        compute(state, query, transform, stage, key);
-        key += step_;
-      }
-      fetch(stage, fetched);
-      stage = stage + 1 == kStages ? 0 : stage + 1;
-    }
+        },
+        [&](int32_t stage, int32_t key) { compute(state, query, transform, stage, key); },
+        [&](int32_t stage, int32_t& fetched) { fetch(stage, fetched); });
     state.finish();
   }
 

@@ -222,6 +222,27 @@ class QueryRows {
   }
 };
 
+/// Computes the blocks of a warp's ring, which begin at key `first` and `step` keys apart, until `is_past_end(key)`.
+/// `fetch(stage, key)` starts to copy a block and advances `key`; `begin()` is called when the first copies are under
+/// way, `compute(stage, key)` for each block. The first kStages rounds only copy, so that the instructions that copy
+/// are there once.
+template <int kStages, typename IsPast, typename Begin, typename Compute, typename Fetch>
+__device__ __forceinline__ void for_ring_blocks(int32_t first, int32_t step, const IsPast& is_past_end,
+                                                const Begin& begin, const Compute& compute, const Fetch& fetch) {
+  int32_t stage = 0, key = first, fetched = first;
+#pragma unroll 1
+  for (int32_t round = -kStages;; ++round) {
+    if (round >= 0) {
+      if (round == 0) begin();
+      if (is_past_end(key)) break;
+      compute(stage, key);
+      key += step;
+    }
+    fetch(stage, fetched);
+    stage = stage + 1 == kStages ? 0 : stage + 1;
+  }
+}
+
 /// Streams the warp's keys of a tile through its ring of kStages stages. A stage is a block of K followed by the block
 /// of V, copied as one cp.async group.
 template <typename Shape, typename T>
@@ -250,24 +271,16 @@ class ClusterLoop {
   __device__ __forceinline__ void attend(State& state, uint32_t query_rows, const LogitsTransform& transform,
                                          const StoreQuery& store_query) {
     QueryFragments<1, Shape::kHeadDim, sizeof(T), kHoldsQuery> query(query_rows);
-    int32_t stage = 0, key = first_key_, fetched = first_key_;
-    // The first kStages rounds only copy, so that the instructions that copy are there once.
-#pragma unroll 1
-    for (int32_t round = -kStages;; ++round) {
-      if (round >= 0) {
-        if (round == 0) {
+    for_ring_blocks<kStages>(
+        first_key_, step_, [&](int32_t key) { return key >= work_.keys.end; },
+        [&] {
           store_query();
           __syncthreads();
           query.fill();
           state = State();
-        }
-        if (key >= work_.keys.end) break;
-        compute(state, query, transform, keys(stage), key);
-        key += step_;
-      }
-      fetch(stage, fetched);
-      stage = stage + 1 == kStages ? 0 : stage + 1;
-    }
+        },
+        [&](int32_t stage, int32_t key) { compute(state, query, transform, keys(stage), key); },
+        [&](int32_t stage, int32_t& fetched) { fetch(stage, fetched); });
     state.finish();
   }
 
