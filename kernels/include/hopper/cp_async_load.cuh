@@ -228,14 +228,14 @@ __device__ __forceinline__ void publish_rows(const HopperPrefillParams& params, 
       // In the order of the loads.
 #pragma unroll 1
       for (int32_t block = last; block >= first; --block) {
-        if (block == wanted_at) pipeline.tile_wanted(count).arrive();
+        if (block == wanted_at) pipeline.want_tile(count);
         const PipelineState<Shape::kStages> state(keys_count++);
         publish(pipeline.keys_copied(state), pipeline.keys_full(state));
         if (block < last) publish_values();
       }
       publish_values();
     } else {
-      pipeline.tile_wanted(count).arrive();
+      pipeline.want_tile(count);
     }
     pipeline.tile_empty(tile_state).arrive();
   }

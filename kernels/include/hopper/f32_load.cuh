@@ -81,7 +81,7 @@ class F32Loader {
       }
       __syncwarp();
       if (threadIdx.x % 32 == 0) {
-        if (thread_ == 0) pipeline_.tile_wanted(count).arrive();
+        if (thread_ == 0) pipeline_.want_tile(count);
         pipeline_.tile_empty(tile_state).arrive();
       }
     }

@@ -233,7 +233,7 @@ __device__ __forceinline__ void load_blocks_with(const HopperPrefillParams& para
 #pragma unroll 1
       for (; block >= tile.first_block; block = block_before(tile, block)) {
         if (kOperand == Operand::keys && block == wanted_at && threadIdx.x % 32 == 0) {
-          pipeline.tile_wanted(count).arrive();
+          pipeline.want_tile(count);
         }
         loader.load(block, block_count);
         if (kOperand == Operand::keys && block == tile.end_block - 1) {
@@ -245,7 +245,7 @@ __device__ __forceinline__ void load_blocks_with(const HopperPrefillParams& para
       }
       ++tile_count;
     } else if (kOperand == Operand::keys && threadIdx.x % 32 == 0) {
-      pipeline.tile_wanted(count).arrive();
+      pipeline.want_tile(count);
     }
     has_tile = tile.work.tile.num_rows > Shape::kNoRows;
     __syncwarp();

@@ -75,7 +75,7 @@ class Pipeline {
     kTileFull = kValuesEmpty + kValueStages,
     kTileEmpty = kTileFull + 2,
     kTileWanted = kTileEmpty + 2,
-    kPartialValuesFull = kTileWanted + 1,
+    kPartialValuesFull = kTileWanted + (Shape::kSplitsKeys ? 0 : 1),
     kStartsChecked = kPartialValuesFull + 1,
     kFirstKeysLoaded = kStartsChecked + 1,
     kOutputLeft = kFirstKeysLoaded + (Shape::kSplitsKeys ? 0 : 1),
@@ -122,10 +122,12 @@ class Pipeline {
     init(kTileFull, 2, 1);
     init(kTileEmpty, 2,
          Shape::kComputeWarps + Shape::kLoadWarps + Shape::kConverterWarps + (loads_by_cp_async ? 1 : 0));
-    init(kTileWanted, 1, 1);
     init(kPartialValuesFull, 1, 1);
     init(kStartsChecked, 1, 1);
-    if constexpr (!Shape::kSplitsKeys) init(kFirstKeysLoaded, 1, 1);
+    if constexpr (!Shape::kSplitsKeys) {
+      init(kTileWanted, 1, 1);
+      init(kFirstKeysLoaded, 1, 1);
+    }
     if constexpr (Shape::kStagesOutputInValues) init(kOutputLeft, kStages, 4);
     if constexpr (kLoadsValuesApart) {
       init(kLoadedValuesFull, Shape::kLoadedValueStages, 1);
@@ -224,6 +226,10 @@ class Pipeline {
   __device__ __forceinline__ Barrier tile_empty(PipelineState<2> state) const { return barrier(kTileEmpty, state); }
   /// Most blocks of K of the CTA's tile number `count` are loaded, so the next tile is due.
   __device__ __forceinline__ Barrier tile_wanted(int32_t count) const { return barrier(kTileWanted, count & 1); }
+  /// Arrives there. The scheduler of a work range (split_kv_prefill.cuh) does not wait for it.
+  __device__ __forceinline__ void want_tile(int32_t count) const {
+    if constexpr (!Shape::kSplitsKeys) tile_wanted(count).arrive();
+  }
   /// `starts_ascend` is written.
   __device__ __forceinline__ Barrier starts_checked() const { return barrier(kStartsChecked, 0); }
   /// The CTA's first block of K is loaded. hopper_split_kv does not wait for it.
