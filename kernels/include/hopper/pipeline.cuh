@@ -122,12 +122,10 @@ class Pipeline {
     init(kTileFull, 2, 1);
     init(kTileEmpty, 2,
          Shape::kComputeWarps + Shape::kLoadWarps + Shape::kConverterWarps + (loads_by_cp_async ? 1 : 0));
+    if constexpr (!Shape::kSplitsKeys) init(kTileWanted, 1, 1);
     init(kPartialValuesFull, 1, 1);
     init(kStartsChecked, 1, 1);
-    if constexpr (!Shape::kSplitsKeys) {
-      init(kTileWanted, 1, 1);
-      init(kFirstKeysLoaded, 1, 1);
-    }
+    if constexpr (!Shape::kSplitsKeys) init(kFirstKeysLoaded, 1, 1);
     if constexpr (Shape::kStagesOutputInValues) init(kOutputLeft, kStages, 4);
     if constexpr (kLoadsValuesApart) {
       init(kLoadedValuesFull, Shape::kLoadedValueStages, 1);

@@ -42,7 +42,7 @@ fn tuned_kernels_are_chosen() {
                 }
                 // Packed keys that are few make tiny tiles of short sequences, in fp8 short ones.
                 let has_many_keys = dims == if name == "fp8" { "128" } else { "64_short" };
-                let rows = if has_many_keys { 400 } else { 900 };
+                let keys = if has_many_keys { 2500 } else { 1000 };
                 // More work tiles than SMs, each with several blocks of keys.
                 let spec = BatchSpec {
                     dtypes,
@@ -51,7 +51,7 @@ fn tuned_kernels_are_chosen() {
                     softcap,
                     alibi,
                     heads: (Gpu::sms().div_ceil(4), 1),
-                    lengths: vec![(rows, 1000)],
+                    lengths: vec![(900, keys)],
                     mask,
                     ..BatchSpec::default()
                 };
