@@ -3,9 +3,8 @@
 // rows (tile_math.cuh), blocks have up to 32 keys, and a copy takes as few instructions as possible:
 //
 //  - In a usual cache each load of kTokensPerLoad tokens is in one page, and K and V have the same strides. A lane
-//  looks
-//    up one load, for 32 loads at once. All rows of a load are copied; rows of V of keys that are not the tile's are
-//    cleared in shared memory.
+//    looks up one load, for 32 loads at once. All rows of a load are copied; rows of V of keys that are not the tile's
+//    are cleared in shared memory.
 //  - Loads from other caches are those of decode (row_pairs.cuh). A lane looks up one token, one block ahead.
 #pragma once
 

@@ -125,10 +125,8 @@ fn ranges_of_every_kind_over_caches_of_8_bits_agree_with_the_reference() {
     for (seed, lengths) in contexts(256).into_iter().enumerate() {
         let dtypes = EIGHT_BITS[seed / 3 % 6];
         let spec = BatchSpec { dtypes, ..decode(&lengths, seed as u64) };
-        let memory_layout = MemoryLayout {
-            spare_seqs: seed % 3,
-            ..MemoryLayout::paged(KvLayout::Interleaved, [16, 1, 64, 20, 32][seed % 5])
-        };
+        let memory_layout =
+            MemoryLayout { page_size: [16, 1, 64, 20, 32][seed % 5], spare_seqs: seed % 3, ..MemoryLayout::default() };
         assert_named_matches_reference(
             &format!("ranges {seed}"),
             &mut AttentionCase::paged(&spec.batch(), &memory_layout),
@@ -146,8 +144,7 @@ fn hostile_metadata_does_not_affect_valid_sequences() {
         let lengths: [&[usize]; 2] = [&[300, 40, 1200, 16, 129], &[300, 40, 900, 16, 129, 1, 64, 128, 500, 7]];
         for dtypes in [DTYPES[seed as usize % 2], EIGHT_BITS[seed as usize % 6]] {
             let spec = BatchSpec { dtypes, ..decode(lengths[seed as usize / 24], seed) };
-            let memory_layout = MemoryLayout::paged(KvLayout::Interleaved, 16);
-            let mut case = AttentionCase::paged(&spec.batch(), &memory_layout);
+            let mut case = AttentionCase::paged(&spec.batch(), &MemoryLayout::default());
             corrupt(&mut case, seed);
             case.compare_with_reference(InvalidMetadata::Unspecified);
         }
@@ -157,7 +154,7 @@ fn hostile_metadata_does_not_affect_valid_sequences() {
 #[cfg(feature = "cuda")]
 mod on_their_own_gpu {
     use super::{
-        AttentionCase, BF16, BatchSpec, DTYPES, Dtypes, F8E4M3FN, F8E5M2, F16, I8, KvLayout, Mask, MemoryLayout, decode,
+        AttentionCase, BF16, BatchSpec, DTYPES, Dtypes, F8E4M3FN, F8E5M2, F16, I8, Mask, MemoryLayout, decode,
     };
     use crate::support::device::Gpu;
 
@@ -167,7 +164,7 @@ mod on_their_own_gpu {
         let Some(gpu) = Gpu::with_tuned_kernels_or_skip() else { return };
         let (few, many) = (decode(&[700, 0, 130, 1, 260], 0), decode(&[700, 0, 130, 1, 260, 5, 64, 900, 2, 30], 0));
         let expect = |spec: &BatchSpec, variant: &str| {
-            AttentionCase::paged(&spec.batch(), &MemoryLayout::paged(KvLayout::Interleaved, 16))
+            AttentionCase::paged(&spec.batch(), &MemoryLayout::default())
                 .invocation()
                 .assert_logs(&gpu, &[&format!("cluster_decode_{variant} with")]);
         };

@@ -5,7 +5,7 @@ use super::hopper::HopperPrefill;
 use super::loaded_bias::loaded_bias;
 use super::params::check_dense;
 use super::tiles::AttentionTile;
-use super::{Call, Launch, Launches, Parameter, UNLIMITED, longest_or_mean_queries, max_tiles};
+use super::{Call, Launch, Launches, Parameter, UNLIMITED, longest_or_mean_queries};
 use crate::cuda::device::Device;
 use crate::cuda::enqueue::LaunchConfig;
 use crate::cuda::params::attention::AttentionParams;
@@ -65,7 +65,7 @@ pub(super) fn launches<'c>(call: &Call<'c>) -> Result<Option<Launches<'c>>> {
     }
     let bias_bytes = bias.dtype.size() as u32;
     let (variant, tile) = kernel_for(problem, bias_bytes, &call.device)?;
-    let tiles = max_tiles(call.rows() * call.group(), tile.rows(), call.seqs().min(call.rows())).max(1);
+    let tiles = call.max_tiles(tile.rows(), call.seqs().min(call.rows())).max(1);
     let ctas = tiles.saturating_mul(problem.num_kv_heads as i64);
     if ctas > i64::from(i32::MAX) {
         return Err(Error::unimplemented(format!("the call takes up to {ctas} blocks; a grid has up to 2^31 - 1")));

@@ -2,15 +2,14 @@
 //! distributed shared memory, without a workspace and without a combine launch.
 
 use super::decode::{ROWS_PER_WARP, is_mostly_short};
-use super::tiles::transforms_logits;
-use super::{Call, Launch, Launches, UNLIMITED, longest_or_mean_queries, max_tiles};
+use super::tiles::{kv_dtype_value, logits_value, transforms_logits};
+use super::{Call, Launch, Launches, UNLIMITED};
 use crate::cuda::enqueue::{LaunchAttributes, LaunchConfig};
 use crate::cuda::params::attention::{AttentionParams, KvSource, TOKENS_PER_LOAD};
 use crate::cuda::params::cluster_decode::{CLUSTER_DECODE_SLOTS, LARGEST_CLUSTER};
 use crate::cuda::tiles::{CLUSTER_DECODE, ClusterDecodeTile};
 use crate::cuda::variants;
 use crate::error::Result;
-use crate::tensor::DType;
 
 /// Maximum sequence slots.
 const MAX_SLOTS: i64 = CLUSTER_DECODE_SLOTS as i64;
@@ -75,8 +74,7 @@ pub(super) fn launches<'c>(call: &Call<'c>) -> Result<Option<Launches<'c>>> {
     let problem = call.problem;
     let Clusters { size, per_head } = clusters;
     let warps = per_head * size * i64::from(tile.key_warps);
-    let appends_kv = problem.kv_dtype.size() > 1;
-    let new_tokens = call.new_tokens.filter(|_| appends_kv && call.rows() <= ROWS_PER_WARP * warps);
+    let new_tokens = call.new_tokens.filter(|_| tile.bytes > 1 && call.rows() <= ROWS_PER_WARP * warps);
     let mut params = call.params_for(1, UNLIMITED);
     params.clears_padding_rows = 1;
     params.new_tokens = new_tokens.unwrap_or(params.new_tokens);
@@ -85,19 +83,14 @@ pub(super) fn launches<'c>(call: &Call<'c>) -> Result<Option<Launches<'c>>> {
         1 => "any",
         _ => "per_sequence",
     };
-    let logits = if transforms_logits(problem) { "softcap_alibi" } else { "none" };
-    let [kernel, dtype] = match problem.kv_dtype {
-        DType::I8 => ["cluster_decode_token_scales", "i8"],
-        DType::F8E4M3FN | DType::F8E5M2 if problem.scale_cache.is_some() => ["cluster_decode_token_scales", "fp8"],
-        DType::F8E4M3FN | DType::F8E5M2 => ["cluster_decode_fp8", "fp8"],
-        dtype => ["cluster_decode", variants::dtype_value(dtype)],
+    // With token scales there are no axes of logits and calls.
+    let (kernel, axes) = match problem.scale_cache {
+        Some(_) => ("cluster_decode_token_scales", 2),
+        None if tile.bytes == 1 => ("cluster_decode_fp8", 4),
+        None => ("cluster_decode", 4),
     };
-    // With token scales there is no axis of logits.
-    let values = match problem.scale_cache {
-        None => vec![dtype, tile.head_dim_value, logits, kind],
-        Some(_) => vec![dtype, tile.head_dim_value],
-    };
-    let variant = variants::find(kernel, &values)?;
+    let values = [kv_dtype_value(problem, &call.device), tile.head_dim_value, logits_value(problem), kind];
+    let variant = variants::find(kernel, &values[..axes])?;
     let grid = [problem.num_kv_heads as u32, size as u32, per_head as u32];
     let config = LaunchConfig { grid, threads: 32 * tile.key_warps, shared_memory: tile.shared_bytes };
     let attend = Launch::new(kernel, variant, config, call.parameter(&params));
@@ -133,24 +126,19 @@ fn is_plain(call: &Call, tile: &ClusterDecodeTile) -> bool {
         && has_plain_mask
         && has_plain_rows
         && !transforms_logits(call.problem)
-        && packed_rows(call) <= FEW_ROWS
+        && call.packed_rows() <= FEW_ROWS
         && chunks_of(call, tile, FEW_ROWS) + i64::from(LARGEST_CLUSTER) <= MOST_CHUNKS
 }
 
-/// Packed rows of the longest sequence, or of a sequence on average.
-fn packed_rows(call: &Call) -> i64 {
-    longest_or_mean_queries(call.problem).saturating_mul(call.group())
-}
-
 /// Packed rows of a tile of calls that are not plain.
-fn rows(call: &Call) -> i64 {
-    if call.problem.kv_dtype.size() == 1 { FEW_ROWS } else { ROWS }
+const fn rows(tile: &ClusterDecodeTile) -> i64 {
+    if tile.bytes == 1 { FEW_ROWS } else { ROWS }
 }
 
 /// The most KV chunks of a KV head if tiles have this many rows. The first and last chunk of a tile may have few keys.
 fn chunks_of(call: &Call, tile: &ClusterDecodeTile, tile_rows: i64) -> i64 {
     let keys = call.problem.keys.storage.capacity().1 as i64;
-    let tiles = max_tiles(call.rows() * call.group(), tile_rows, call.rows().min(call.seqs()));
+    let tiles = call.max_tiles(tile_rows, call.rows().min(call.seqs()));
     tiles * (keys / i64::from(tile.keys * tile.key_warps) + 2)
 }
 
@@ -199,10 +187,10 @@ fn tile_and_clusters(call: &Call) -> Option<(&'static ClusterDecodeTile, Cluster
     // Clusters of up to eight CTAs, one per SM, fit on three quarters of the SMs: a GPC's last SMs are too few for one.
     let largest = (sms * 3 / 4 / heads).min(i64::from(LARGEST_CLUSTER));
     let keys = problem.keys.storage.capacity().1 as i64;
-    let chunks = chunks_of(call, tile, rows(call));
+    let chunks = chunks_of(call, tile, rows(tile));
     let seqs = call.rows().min(call.seqs());
     // Every tile over 8-bit K and V converts its keys.
-    let tiles = if tile.bytes == 1 { packed_rows(call).saturating_add(FEW_ROWS - 1) / FEW_ROWS } else { 1 };
+    let tiles = if tile.bytes == 1 { call.packed_rows().saturating_add(FEW_ROWS - 1) / FEW_ROWS } else { 1 };
     let all_keys = seqs.saturating_mul(keys).saturating_mul(tiles);
     let size = largest.min(chunks);
     // By sequences per CTA.

@@ -3,7 +3,7 @@
 
 use super::split::KvSplit;
 use super::tiles::AttentionTile;
-use super::{Call, Launch, Launches, Parameter, UNLIMITED, max_tiles};
+use super::{Call, Launch, Launches, Parameter, UNLIMITED};
 use crate::cuda::device::Device;
 use crate::cuda::enqueue::LaunchConfig;
 use crate::cuda::params::attention::AttentionParams;
@@ -27,7 +27,8 @@ pub(super) fn launches<'c>(call: &Call<'c>) -> Result<Option<Launches<'c>>> {
         return Ok(None);
     }
     if is_mostly_short(call) && !call.problem.batch_invariant {
-        return launches_for(call, max_decode_tiles(call), UNLIMITED, true).map(Some);
+        let tiles = call.max_tiles(call.decode.rows(), call.rows().min(call.seqs()));
+        return launches_for(call, tiles, UNLIMITED, true).map(Some);
     }
     if call.long_sequences() > 0 {
         Ok(None)
@@ -40,11 +41,6 @@ pub(super) fn launches<'c>(call: &Call<'c>) -> Result<Option<Launches<'c>>> {
 pub(super) fn is_mostly_short(call: &Call) -> bool {
     let longest = call.problem.queries.longest as i64;
     call.rows() <= call.seqs() || (1..=call.max_short_queries()).contains(&longest)
-}
-
-/// The maximum number of tiles per KV head if decode serves all sequences.
-fn max_decode_tiles(call: &Call) -> i64 {
-    max_tiles(call.rows() * call.group(), call.decode.rows(), call.rows().min(call.seqs()))
 }
 
 /// The maximum number of tiles of short sequences.

@@ -100,6 +100,16 @@ impl<'c> Call<'c> {
         (self.problem.num_q_heads / self.problem.num_kv_heads) as i64
     }
 
+    /// Packed rows of the longest sequence, or of a sequence on average if the caller does not say.
+    fn packed_rows(&self) -> i64 {
+        longest_or_mean_queries(self.problem).saturating_mul(self.group())
+    }
+
+    /// Maximum number of tiles of `tile_rows` packed rows per KV head that up to `sequences` sequences have.
+    fn max_tiles(&self, tile_rows: i64, sequences: i64) -> i64 {
+        max_tiles(self.rows() * self.group(), tile_rows, sequences)
+    }
+
     /// Maximum queries of a short sequence. It must not depend on the tile of decode, which depends on the batch.
     fn max_short_queries(&self) -> i64 {
         (MAX_SHORT_ROWS / self.group()).max(1)

@@ -1,7 +1,7 @@
 //! Prefill on every GPU: one CTA per tile and KV head.
 
 use super::tiles::AttentionTile;
-use super::{Call, Launch, Launches, UNLIMITED, decode, max_tiles};
+use super::{Call, Launch, Launches, UNLIMITED, decode};
 use crate::cuda::enqueue::LaunchConfig;
 use crate::cuda::params::attention::AttentionParams;
 use crate::error::{Error, Result};
@@ -13,7 +13,7 @@ pub(super) fn launches<'c>(call: &Call<'c>) -> Result<Option<Launches<'c>>> {
     let tile = AttentionTile::of(problem, "prefill")?;
     let decodes = call.decode.fits(problem, device);
     let sequences = if decodes { call.long_sequences() } else { call.rows().min(call.seqs()) };
-    let tiles = max_tiles(call.rows() * call.group(), tile.rows(), sequences).max(1);
+    let tiles = call.max_tiles(tile.rows(), sequences).max(1);
     let ctas = tiles.saturating_mul(problem.num_kv_heads as i64);
     if ctas > i64::from(i32::MAX) {
         return Err(Error::unimplemented(format!("prefill takes up to {ctas} blocks; a grid has up to 2^31 - 1")));

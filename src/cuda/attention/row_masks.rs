@@ -4,7 +4,7 @@
 use super::hopper::HopperPrefill;
 use super::split::{KvSplit, WorkUnit};
 use super::tiles::{AttentionTile, converts_fp8};
-use super::{Call, Launch, Launches, Parameter, UNLIMITED, decode, max_tiles};
+use super::{Call, Launch, Launches, Parameter, UNLIMITED, decode};
 use crate::cuda::device::Device;
 use crate::cuda::enqueue::LaunchConfig;
 use crate::cuda::params::attention::AttentionParams;
@@ -81,7 +81,7 @@ fn split_launches<'c>(
     let splittable = Attention { workspace, batch_invariant: problem.batch_invariant && has_room, ..**problem };
     let sequences = call.seqs().min(call.rows());
     let tile_rows = tile.rows();
-    let all = max_tiles(call.rows() * call.group(), tile_rows, sequences);
+    let all = call.max_tiles(tile_rows, sequences);
     let per_sequence = max_queries.saturating_mul(call.group()).saturating_add(tile_rows - 1) / tile_rows;
     let tiles = all.min(sequences.saturating_mul(per_sequence));
     let unit = WorkUnit { rows: tile_rows, chunk_keys: i64::from(tile.keys), log2_unit: 1.0 };
@@ -97,7 +97,7 @@ fn split_launches<'c>(
     let grid = [problem.num_kv_heads as u32, split.ranges as u32, 1];
     let config = LaunchConfig { grid, threads: THREADS, shared_memory };
     let attend = Launch::new(kernel, variant, config, Parameter::RowMasks(Box::new(params)));
-    let rows = super::longest_or_mean_queries(problem).saturating_mul(call.group()).min(tile_rows);
+    let rows = call.packed_rows().min(tile_rows);
     let combine = decode::combine(problem, device, &split, &attention, rows)?;
     Ok([Some(attend), combine].into_iter().flatten().collect())
 }
@@ -110,7 +110,7 @@ fn unsplit_launch<'c>(call: &Call<'c>, min_queries: i64, sequences: i64) -> Resu
         return prefill.launch(call, prefill.max_tiles(call, sequences), &attention);
     }
     let (kernel, variant, tile) = unsplit_kernel(problem, device)?;
-    let tiles = max_tiles(call.rows() * call.group(), tile.rows(), sequences).max(1);
+    let tiles = call.max_tiles(tile.rows(), sequences).max(1);
     let ctas = tiles.saturating_mul(problem.num_kv_heads as i64);
     if ctas > i64::from(i32::MAX) {
         return Err(Error::unimplemented(format!("the call takes up to {ctas} blocks; a grid has up to 2^31 - 1")));

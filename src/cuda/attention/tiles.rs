@@ -71,13 +71,7 @@ impl AttentionTile {
 
     /// The variant of the kernel: its index in the table of variants.
     pub(super) fn variant(&self, problem: &Attention, device: &Device) -> Result<usize> {
-        let dtype = match problem.kv_dtype {
-            DType::F8E4M3FN | DType::F8E5M2 if converts_fp8(device) => "fp8",
-            DType::F8E4M3FN | DType::F8E5M2 => "fp8_shifted",
-            dtype => variants::dtype_value(dtype),
-        };
-        let logits = if transforms_logits(problem) { "softcap_alibi" } else { "none" };
-        let values = [dtype, self.head_dim_value, self.shape, logits];
+        let values = [kv_dtype_value(problem, device), self.head_dim_value, self.shape, logits_value(problem)];
         // With token scales there is no axis of logits.
         let axes = if problem.scale_cache.is_some() { 3 } else { 4 };
         variants::find(Self::kernel(problem, device), &values[..axes])
@@ -149,6 +143,20 @@ impl AttentionTile {
         let merged_rows = if warp_row_bytes <= 256 { rows - rows / 2 } else { rows };
         merged_rows * 4 * self.head_dim + (2 + self.key_warps) * rows * 8 + 32
     }
+}
+
+/// The value of K's and V's type on the axis `dtype` of the portable kernels and of decode by clusters.
+pub(super) fn kv_dtype_value(problem: &Attention, device: &Device) -> &'static str {
+    match problem.kv_dtype {
+        DType::F8E4M3FN | DType::F8E5M2 if converts_fp8(device) => "fp8",
+        DType::F8E4M3FN | DType::F8E5M2 => "fp8_shifted",
+        dtype => variants::dtype_value(dtype),
+    }
+}
+
+/// The call's value on their axis `logits`.
+pub(super) fn logits_value(problem: &Attention) -> &'static str {
+    if transforms_logits(problem) { "softcap_alibi" } else { "none" }
 }
 
 /// Whether the device has instructions that convert fp8 to f16.
