@@ -209,8 +209,8 @@ impl AttentionSizes {
     ///
     /// Decode divides the keys of all sequences between CTAs (split-KV). The CTAs that compute one tile together store their
     /// partial results here: unnormalized outputs, maxima and sums in f32. There is room for two partials per CTA, or for
-    /// four with `batch_invariant`, whose splits are smaller. Hopper's prefill of few queries over many keys does the same with
-    /// larger tiles, of 16-bit operands. The size does not grow with the context.
+    /// four with `batch_invariant`, whose splits are smaller. Few queries over many keys are computed in the same way with
+    /// larger tiles, where q has 8 or 16 bits. The size does not grow with the context.
     ///
     /// ```
     /// use xla_attention::ops::workspace::AttentionSizes;
@@ -237,7 +237,7 @@ impl AttentionSizes {
         let decode = bytes(nominal_ctas(self.value_dim), TILE_ROWS);
         let [ctas, tile_rows] = SPLIT_PREFILL;
         let splits_prefill = !self.batch_invariant
-            && self.dtype.size() == 2
+            && self.dtype.size() <= 2
             && self.head_dim.max(self.value_dim) <= SPLIT_PREFILL_HEAD_DIM;
         let fixed = if splits_prefill { decode.max(bytes(ctas, tile_rows)) } else { decode };
         WorkspaceSize { fixed, per_row: 0, per_sequence: 0 }

@@ -37,6 +37,7 @@ mod mla_paged_attention;
 mod mla_paged_attention_update;
 mod paged_attention;
 mod paged_attention_update;
+mod portable_split_kv;
 mod quantized_cache;
 mod rope_kv_cache_update;
 mod rust_interface;

@@ -186,7 +186,7 @@ mod on_their_own_gpu {
             AttentionCase::flash(&spec.batch(), &layout)
                 .invocation()
                 .assert_logs(&gpu, &[&format!("hopper_split_kv_8bit_{head_dim}_8bit_split_kv with")]);
-            // No keys are split there.
+            // Left to decode.
             if head_dim == 256 {
                 continue;
             }

@@ -27,14 +27,26 @@ pub(super) fn launches<'c>(call: &Call<'c>) -> Result<Option<Launches<'c>>> {
         return Ok(None);
     }
     if is_mostly_short(call) && !call.problem.batch_invariant {
-        let tiles = call.max_tiles(call.decode.rows(), call.rows().min(call.seqs()));
-        return launches_for(call, tiles, UNLIMITED, true).map(Some);
+        return launches_of(call, &split_for(call, all_tiles(call), UNLIMITED), UNLIMITED, true).map(Some);
     }
     if call.long_sequences() > 0 {
         Ok(None)
     } else {
-        launches_for(call, max_short_tiles(call), call.max_short_queries(), true).map(Some)
+        let split = split_for(call, max_short_tiles(call), call.max_short_queries());
+        launches_of(call, &split, call.max_short_queries(), true).map(Some)
     }
+}
+
+/// The launches that decode all sequences, of any length, if there is memory for the partials of all CTAs.
+pub(super) fn launches_with_split_keys<'c>(call: &Call<'c>) -> Result<Option<Launches<'c>>> {
+    let split = split_for(call, all_tiles(call), UNLIMITED);
+    let takes = call.decode.fits(call.problem, &call.device) && split.has_room();
+    takes.then(|| launches_of(call, &split, UNLIMITED, true)).transpose()
+}
+
+/// The maximum number of tiles of all sequences.
+fn all_tiles(call: &Call) -> i64 {
+    call.max_tiles(call.decode.rows(), call.rows().min(call.seqs()))
 }
 
 /// Whether most sequences are short, by the sizes or by `max_seqlen_q`.
@@ -55,7 +67,8 @@ pub(super) fn with_prefill<'c>(
     call: &Call<'c>,
     prefill: impl FnOnce(&AttentionParams) -> Result<Launch<'c>>,
 ) -> Result<Launches<'c>> {
-    let mut launches = launches_for(call, max_short_tiles(call), call.max_short_queries(), false)?;
+    let split = split_for(call, max_short_tiles(call), call.max_short_queries());
+    let mut launches = launches_of(call, &split, call.max_short_queries(), false)?;
     let decode_is_first = launches.store_new_tokens;
     let mut params = call.params_for(call.max_short_queries() + 1, UNLIMITED);
     params.clears_padding_rows = i32::from(!decode_is_first);
@@ -64,13 +77,19 @@ pub(super) fn with_prefill<'c>(
     Ok(launches)
 }
 
-/// The launches that decode the sequences of up to `max_queries` queries, which have at most `tiles` tiles per KV head.
-/// `are_alone`: there is no other launch, which could write the padding rows.
-fn launches_for<'c>(call: &Call<'c>, tiles: i64, max_queries: i64, are_alone: bool) -> Result<Launches<'c>> {
+/// The work partition of the sequences of up to `max_queries` queries, which have at most `tiles` tiles per KV head.
+fn split_for(call: &Call, tiles: i64, max_queries: i64) -> KvSplit {
     let Call { problem, device, decode, .. } = call;
     let shared_memory = decode.decode_shared_memory(problem, device);
     let resident = device.resident_blocks(shared_memory, decode.decode_ctas_per_sm(problem, device));
-    let split = KvSplit::new(problem, decode, tiles, max_queries, i64::from(resident), 0);
+    KvSplit::new(problem, decode, tiles, max_queries, i64::from(resident), 0)
+}
+
+/// The launches that decode the sequences of up to `max_queries` queries in the work ranges of `split`.
+/// `are_alone`: there is no other launch, which could write the padding rows.
+fn launches_of<'c>(call: &Call<'c>, split: &KvSplit, max_queries: i64, are_alone: bool) -> Result<Launches<'c>> {
+    let Call { problem, device, decode, .. } = call;
+    let shared_memory = decode.decode_shared_memory(problem, device);
     let warps = split.ranges * i64::from(decode.threads() / 32);
     let new_tokens = call.new_tokens.filter(|_| decode.appends_kv && call.rows() <= ROWS_PER_WARP * warps);
     let mut params = call.params_for(1, max_queries);
@@ -85,8 +104,7 @@ fn launches_for<'c>(call: &Call<'c>, tiles: i64, max_queries: i64, are_alone: bo
         config,
         call.parameter(&params),
     );
-    let list =
-        [Some(attend), combine(problem, device, &split, &params, decode.rows())?].into_iter().flatten().collect();
+    let list = [Some(attend), combine(problem, device, split, &params, decode.rows())?].into_iter().flatten().collect();
     Ok(Launches { list, store_new_tokens: new_tokens.is_some() })
 }
 

@@ -8,7 +8,7 @@ use crate::cuda::device::Device;
 use crate::cuda::enqueue::LaunchConfig;
 use crate::cuda::params::attention::AttentionParams;
 use crate::cuda::tensor_map::supports_tma;
-use crate::cuda::tiles::HOPPER_PREFILL;
+use crate::cuda::tiles::{HOPPER_PREFILL, HopperPrefillTile};
 use crate::error::Result;
 use crate::problem::attention::{Attention, KeyStorage};
 use std::ptr::null_mut;
@@ -52,25 +52,38 @@ pub(super) fn launches<'c>(call: &Call<'c>) -> Result<Option<Launches<'c>>> {
     Ok(Some(Launches { list, store_new_tokens: false }))
 }
 
-/// The kernel's tile, with all query heads of a KV head, for the calls that it takes.
-fn kernel_for(problem: &Attention, device: &Device) -> Option<HopperPrefill> {
-    let tiles = HOPPER_PREFILL.iter().filter(|tile| tile.splits_keys && tile.serves(problem));
-    let tile = tiles.min_by_key(|tile| tile.columns())?;
-    let group = problem.num_q_heads / problem.num_kv_heads;
-    if problem.batch_invariant || group > LARGEST_PACK as usize || problem.num_kv_heads > device.sms as usize {
-        return None;
-    }
-    let prefill = HopperPrefill { tile, pack_gqa: group as i64, packs_per_kv_head: 1 };
+/// Whether a sequence slot has room for at least [`KEYS_PER_QUERY`].
+pub(super) fn has_many_keys(problem: &Attention) -> bool {
     let (rows, seqs) = (problem.num_rows as i64, (problem.max_seqs as i64).max(1));
     let capacity = match problem.keys.storage {
         KeyStorage::Contiguous { total } => total as i64 / seqs,
         KeyStorage::Paged(table) => table.capacity() as i64,
     };
+    capacity >= KEYS_PER_QUERY * ((rows + seqs - 1) / seqs)
+}
+
+/// The tiles for the call's types, sizes and options.
+fn tiles(problem: &Attention) -> impl Iterator<Item = &'static HopperPrefillTile> {
+    HOPPER_PREFILL.iter().filter(|tile| tile.splits_keys && tile.serves(problem))
+}
+
+/// Whether there is a kernel for the call's types, sizes and options.
+pub(super) fn is_built_for(problem: &Attention) -> bool {
+    tiles(problem).next().is_some()
+}
+
+/// The kernel's tile, with all query heads of a KV head, for the calls that it takes.
+fn kernel_for(problem: &Attention, device: &Device) -> Option<HopperPrefill> {
+    let tile = tiles(problem).min_by_key(|tile| tile.columns())?;
+    let group = problem.num_q_heads / problem.num_kv_heads;
+    if problem.batch_invariant || group > LARGEST_PACK as usize || problem.num_kv_heads > device.sms as usize {
+        return None;
+    }
+    let prefill = HopperPrefill { tile, pack_gqa: group as i64, packs_per_kv_head: 1 };
+    let rows = problem.num_rows as i64;
     // Measured with padding heads, without which there are fewer tiles.
     let tiles = (rows * padded_group(prefill.pack_gqa) / tile.rows()).saturating_mul(problem.num_kv_heads as i64);
     let is_unbalanced_otherwise = 10 * tiles <= WAVE_TENTHS * i64::from(device.sms);
-    let queries = (rows + seqs - 1) / seqs;
-    let has_many_keys = capacity >= KEYS_PER_QUERY * queries;
     let longest = longest_or_mean_queries(problem);
     // Prefill packs a power of two of the heads, or all as this kernel does but leaves the keys of a tile whole.
     let saves_tiles = !group.is_power_of_two() && longest <= prefill.queries_per_tile();
@@ -81,11 +94,11 @@ fn kernel_for(problem: &Attention, device: &Device) -> Option<HopperPrefill> {
         && tile.shared_bytes <= device.shared_memory
         && supports_tma(problem.q.dtype, problem.q.data, &prefill.query_axes(problem))
         && prefill.loads_kv(problem);
-    ((is_unbalanced_otherwise || saves_tiles || has_half_tiles) && has_many_keys && fits).then_some(prefill)
+    ((is_unbalanced_otherwise || saves_tiles || has_half_tiles) && has_many_keys(problem) && fits).then_some(prefill)
 }
 
 #[cfg(test)]
-mod tests {
+pub(super) mod tests {
     use super::super::LaunchPlan;
     use super::super::hopper::tests::{paged, ragged};
     use super::super::tests::{device, named_on};
@@ -96,7 +109,11 @@ mod tests {
     const ROOM: [i64; 1] = [40_000_000];
 
     /// `seqs` sequences of `queries` queries with `heads` over pages of 16 tokens, up to 8192 keys each, with a workspace.
-    fn few_queries(seqs: usize, queries: usize, [q_heads, kv_heads]: [usize; 2]) -> Attention<'static> {
+    pub(in super::super) fn few_queries(
+        seqs: usize,
+        queries: usize,
+        [q_heads, kv_heads]: [usize; 2],
+    ) -> Attention<'static> {
         let plain = paged(16);
         let KeyStorage::Paged(table) = plain.keys.storage else { unreachable!() };
         let storage = KeyStorage::Paged(PageTable { max_pages: 512, ..table });

@@ -1,5 +1,6 @@
 //! Query rows with masks of their own, on every GPU: bounds of their keys (`k_start`, `k_end`), and trees among the newest keys
-//! (`tree_mask`). No other kernel knows of them.
+//! (`tree_mask`). No other kernel knows of them. Without such masks, the kernel that divides keys takes few queries over many keys
+//! (`portable_split_kv`).
 
 use super::hopper::HopperPrefill;
 use super::split::{KvSplit, WorkUnit};
@@ -60,33 +61,32 @@ pub(super) fn launches<'c>(call: &Call<'c>) -> Result<Option<Launches<'c>>> {
         list.push(unsplit_launch(call, if are_all_long { 1 } else { max_queries + 1 }, long_sequences)?);
     }
     if !(long_sequences > 0 && are_all_long) {
-        list.extend(split_launches(call, &split, max_queries, list.is_empty())?);
+        let is_first = list.is_empty();
+        list.extend(split_launches(call, &split, &split.partition(call, max_queries), max_queries, is_first)?);
     }
     Ok(Some(Launches { list, store_new_tokens: false }))
 }
 
-/// The launches for sequences of up to `max_queries` queries.
+/// The launches of a call without such masks, for sequences of any length, if there is memory for the partials of all CTAs.
+pub(super) fn launches_with_split_keys<'c>(call: &Call<'c>) -> Result<Option<Launches<'c>>> {
+    let kernel = split_kernel(call.problem, &call.device)?;
+    let partition = kernel.partition(call, UNLIMITED);
+    if !partition.has_room() {
+        return Ok(None);
+    }
+    let list = split_launches(call, &kernel, &partition, UNLIMITED, true)?;
+    Ok(Some(Launches { list, store_new_tokens: false }))
+}
+
+/// The launches for sequences of up to `max_queries` queries, in the work ranges of `split`.
 fn split_launches<'c>(
     call: &Call<'c>,
-    &SplitKernel { kernel, variant, tile }: &SplitKernel,
+    kernel: &SplitKernel,
+    split: &KvSplit,
     max_queries: i64,
     is_first: bool,
 ) -> Result<Vec<Launch<'c>>> {
     let Call { problem, device, .. } = call;
-    // Where the states of fixed-size splits do not fit, tiles stay whole with `batch_invariant`.
-    let kept = if problem.batch_invariant { tile.kept_states_bytes() } else { 0 };
-    let has_room = tile.has_fixed_splits() && tile.shared_bytes + kept <= device.shared_memory;
-    let workspace = problem.workspace.filter(|_| kept == 0 || has_room);
-    let shared_memory = tile.shared_bytes + if has_room { kept } else { 0 };
-    let splittable = Attention { workspace, batch_invariant: problem.batch_invariant && has_room, ..**problem };
-    let sequences = call.seqs().min(call.rows());
-    let tile_rows = tile.rows();
-    let all = call.max_tiles(tile_rows, sequences);
-    let per_sequence = max_queries.saturating_mul(call.group()).saturating_add(tile_rows - 1) / tile_rows;
-    let tiles = all.min(sequences.saturating_mul(per_sequence));
-    let unit = WorkUnit { rows: tile_rows, chunk_keys: i64::from(tile.keys), log2_unit: 1.0 };
-    let resident = i64::from(device.resident_blocks(shared_memory, tile.ctas_per_sm));
-    let split = KvSplit::of_units(&splittable, unit, tiles, max_queries, resident, 0);
     let attention = AttentionParams {
         clears_padding_rows: i32::from(is_first),
         partial: split.partial,
@@ -95,10 +95,11 @@ fn split_launches<'c>(
     let (ranges, tree) = (KeyRangeSource::new(&problem.queries.key_ranges), TreeMaskSource::new(problem.queries.tree));
     let params = RowMaskParams { attention, ranges, tree };
     let grid = [problem.num_kv_heads as u32, split.ranges as u32, 1];
+    let shared_memory = kernel.shared_memory(problem, device);
     let config = LaunchConfig { grid, threads: THREADS, shared_memory };
-    let attend = Launch::new(kernel, variant, config, Parameter::RowMasks(Box::new(params)));
-    let rows = call.packed_rows().min(tile_rows);
-    let combine = decode::combine(problem, device, &split, &attention, rows)?;
+    let attend = Launch::new(kernel.name, kernel.variant, config, Parameter::RowMasks(Box::new(params)));
+    let rows = call.packed_rows().min(kernel.tile.rows());
+    let combine = decode::combine(problem, device, split, &attention, rows)?;
     Ok([Some(attend), combine].into_iter().flatten().collect())
 }
 
@@ -150,11 +151,43 @@ fn named(
     }
 }
 
+/// Packed query rows of a tile of the kernel that divides keys.
+pub(super) fn split_tile_rows(call: &Call) -> Result<i64> {
+    Ok(split_kernel(call.problem, &call.device)?.tile.rows())
+}
+
 /// The kernel that divides keys, its variant of the smallest sufficient head dimension, and its tile.
 struct SplitKernel {
-    kernel: &'static str,
+    name: &'static str,
     variant: usize,
     tile: &'static RowMasksTile,
+}
+
+impl SplitKernel {
+    /// Whether the states of fixed-size splits fit; elsewhere tiles stay whole with `batch_invariant`.
+    fn has_fixed_splits(&self, problem: &Attention, device: &Device) -> bool {
+        let bytes = self.tile.shared_bytes + self.tile.kept_states_bytes();
+        problem.batch_invariant && self.tile.has_fixed_splits() && bytes <= device.shared_memory
+    }
+
+    fn shared_memory(&self, problem: &Attention, device: &Device) -> u32 {
+        let kept = if self.has_fixed_splits(problem, device) { self.tile.kept_states_bytes() } else { 0 };
+        self.tile.shared_bytes + kept
+    }
+
+    /// The work partition of the sequences of up to `max_queries` queries.
+    fn partition(&self, call: &Call, max_queries: i64) -> KvSplit {
+        let Call { problem, device, .. } = call;
+        let has_fixed_splits = self.has_fixed_splits(problem, device);
+        let workspace = problem.workspace.filter(|_| has_fixed_splits || !problem.batch_invariant);
+        let splittable = Attention { workspace, batch_invariant: has_fixed_splits, ..**problem };
+        let (rows, sequences) = (self.tile.rows(), call.seqs().min(call.rows()));
+        let per_sequence = max_queries.saturating_mul(call.group()).saturating_add(rows - 1) / rows;
+        let tiles = call.max_tiles(rows, sequences).min(sequences.saturating_mul(per_sequence));
+        let unit = WorkUnit { rows, chunk_keys: i64::from(self.tile.keys), log2_unit: 1.0 };
+        let resident = device.resident_blocks(self.shared_memory(problem, device), self.tile.ctas_per_sm);
+        KvSplit::of_units(&splittable, unit, tiles, max_queries, i64::from(resident), 0)
+    }
 }
 
 fn split_kernel(problem: &Attention, device: &Device) -> Result<SplitKernel> {
@@ -165,7 +198,7 @@ fn split_kernel(problem: &Attention, device: &Device) -> Result<SplitKernel> {
         |tile: &&RowMasksTile| tile.bytes as usize == problem.kv_dtype.size() && tile.head_dim as usize >= head_dim;
     let tile = ROW_MASKS.iter().filter(serves).min_by_key(|tile| tile.head_dim);
     let tile = tile.ok_or_else(|| not_built(problem, kernel, dtype))?;
-    Ok(SplitKernel { kernel, variant: variants::find(kernel, &[dtype, tile.head_dim_value])?, tile })
+    Ok(SplitKernel { name: kernel, variant: variants::find(kernel, &[dtype, tile.head_dim_value])?, tile })
 }
 
 /// The same of the kernel with a CTA per tile.

@@ -94,6 +94,12 @@ impl KvSplit {
         Self { ranges, tiles, may_split, partial }
     }
 
+    /// Whether there is memory for the partials of half of the work ranges, or none is needed. With less, the device leaves tiles
+    /// whole (`choose_split` in `kernels/include/work_partition.cuh`).
+    pub(super) fn has_room(&self) -> bool {
+        !self.may_split || self.ranges == 1 || 2 * i64::from(self.partial.num_ranges) >= self.ranges
+    }
+
     /// Boundaries between work ranges at which a tile may be split: a `SplitRecord` for each.
     pub(super) fn num_split_records(&self) -> u32 {
         (self.partial.num_ranges - 1).max(0) as u32
