@@ -36,7 +36,7 @@ impl Costs {
             }
             (2, _) => Self { decode: [16, 11], row_masks: Some(28), prefill: [40, 58], hopper: 14 },
             _ if is_wide => Self { decode: [165; 2], row_masks: None, prefill: [220, 440], hopper: 220 },
-            _ => Self { decode: [38; 2], row_masks: None, prefill: [170, 340], hopper: 90 },
+            _ => Self { decode: [38; 2], row_masks: None, prefill: [170, 340], hopper: 170 },
         }
     }
 }

@@ -108,14 +108,15 @@ fn calls_without_options_agree_with_the_reference() {
                 head_dim,
                 value_dim: Some(value_dim),
                 heads: (8, 2),
-                // None is short enough for decode, whose kernel depends on the page size too.
+                // None is short enough for decode, whose kernel depends on the page size too, nor are there keys enough to split.
                 lengths: vec![(129, 129), (6, 77), (90, 460), (70, 64)],
                 mask,
                 ..BatchSpec::default()
             };
             let batch = spec.batch();
             let layout = if head_dim == value_dim { KvLayout::Interleaved } else { KvLayout::Split };
-            let paged = |page_size| MemoryLayout::paged(layout, page_size);
+            let paged =
+                |page_size| MemoryLayout { spare_seqs: 0, spare_entries: 0, ..MemoryLayout::paged(layout, page_size) };
             let contiguous =
                 ReferenceCase::assert_matches_reference(&AttentionCase::flash(&batch, &MemoryLayout::contiguous()));
             // The portable kernel computes 8-bit keys in pages that are no multiple of 8 tokens.
