@@ -148,7 +148,7 @@ mod on_their_own_gpu {
             (Dtypes::SCALED[0], 0.0, vec![(37, 9004)], "attention_token_scales_i8_256_decode with"),
         ] {
             let head_dim = if dtypes.scaled { 256 } else { 128 };
-            let spec = BatchSpec { dtypes, softcap, lengths, head_dim, ..long.clone() };
+            let spec = BatchSpec { dtypes, head_dim, lengths, softcap, ..long.clone() };
             let layout = MemoryLayout { workspace: Some(WORKSPACE), ..MemoryLayout::paged(KvLayout::Interleaved, 16) };
             AttentionCase::paged(&spec.batch(), &layout).invocation().assert_logs(&gpu, &[kernel]);
         }
