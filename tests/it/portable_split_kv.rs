@@ -3,8 +3,8 @@
 
 use crate::attention::metadata::corrupt;
 use crate::support::{
-    Alibi, AttentionCase, BF16, BatchSpec, Dtypes, F8E4M3FN, F8E5M2, F16, F32, InvalidMetadata, KvLayout, Mask,
-    MemoryLayout, PagedUpdateCase, ReferenceCase, ScaleKind, assert_named_matches_reference, skips_slow_test,
+    Alibi, AttentionCase, BF16, BatchSpec, Dtypes, F8E4M3FN, F8E5M2, F16, F32, InvalidMetadata, KeyBounds, KvLayout,
+    Mask, MemoryLayout, PagedUpdateCase, ReferenceCase, ScaleKind, assert_named_matches_reference, skips_slow_test,
 };
 
 /// Room for the partials of every CTA of an H200.
@@ -98,6 +98,25 @@ fn scaled_rows_agree_with_the_reference() {
             ..MemoryLayout::paged(KvLayout::Interleaved, [20, 16, 1][seed % 3])
         };
         assert_named_matches_reference(&format!("{seed}: {spec:?}"), &mut AttentionCase::paged(&spec.batch(), &layout));
+    }
+}
+
+#[test]
+fn rows_with_bounds_agree_with_the_reference() {
+    for seed in 0..8_usize {
+        let spec = BatchSpec {
+            dtypes: [Dtypes::same(BF16), Dtypes::same(F32), Dtypes::over(F16, F8E5M2)][seed % 3],
+            heads: HEADS[seed % 5],
+            head_dim: [128, 64, 256, 96][seed % 4],
+            mask: MASKS[seed % 4],
+            key_bounds: KeyBounds::ALL[1 + seed % 3],
+            lengths: LENGTHS[[3, 0][seed / 4]].to_vec(),
+            seed: seed as u64,
+            ..BatchSpec::default()
+        };
+        let layout = if seed % 2 == 0 { MemoryLayout::contiguous() } else { MemoryLayout::default() };
+        let layout = MemoryLayout { workspace: Some(WORKSPACE), seed: seed as u64, ..layout };
+        assert_named_matches_reference(&format!("{seed}: {spec:?}"), &mut AttentionCase::flash(&spec.batch(), &layout));
     }
 }
 

@@ -14,7 +14,7 @@ struct Costs {
     /// A tile of decode on one SM; and where a call has no more tiles than SMs, so that several CTAs share each: the tiles of a
     /// sequence are then split nearly alike, and their CTAs read the same keys at the same time.
     decode: [i64; 2],
-    /// A tile of `attention_row_masks` on one SM. It is not built for caches with scales, and in f32 decode is faster.
+    /// A tile of `attention_row_masks` on one SM, which is not built for caches with scales.
     row_masks: Option<i64>,
     /// A wave of portable prefill: a CTA per SM, or two.
     prefill: [i64; 2],
@@ -35,8 +35,8 @@ impl Costs {
                 Self { decode: [10; 2], row_masks: Some(33), prefill: [50, 70], hopper }
             }
             (2, _) => Self { decode: [16, 11], row_masks: Some(28), prefill: [40, 58], hopper: 14 },
-            _ if is_wide => Self { decode: [165; 2], row_masks: None, prefill: [220, 440], hopper: 220 },
-            _ => Self { decode: [38; 2], row_masks: None, prefill: [170, 340], hopper: 170 },
+            _ if is_wide => Self { decode: [165; 2], row_masks: Some(280), prefill: [220, 440], hopper: 220 },
+            _ => Self { decode: [38; 2], row_masks: Some(330), prefill: [170, 340], hopper: 170 },
         }
     }
 }
@@ -44,8 +44,41 @@ impl Costs {
 /// Percent of prefill's time that a kernel with split keys takes at most.
 const MAX_PERCENT: i64 = 95;
 
-/// Strategy: one launch for all sequences, of any length, of a call that a kernel with split keys computes in less time than prefill
-/// by [`Costs`], if they have as many queries as the longest one, or as the average one if the caller does not say.
+/// What a call takes per key by [`Costs`], times the number of SMs, if its sequences have as many queries as the longest one, or as
+/// the average one if the caller does not say.
+struct Times {
+    decode: i64,
+    row_masks: Option<i64>,
+    /// The most that is faster than prefill.
+    most: i64,
+}
+
+impl Times {
+    fn of(call: &Call, hopper: Option<HopperPrefill>) -> Result<Self> {
+        let (costs, sms) = (Costs::of(call.problem), i64::from(call.device.sms));
+        let prefill = match hopper {
+            Some(prefill) => {
+                let ctas = tiles(call, prefill.tile.rows(), prefill.pack_gqa).saturating_mul(prefill.packs_per_kv_head);
+                parts(ctas, sms).saturating_mul(costs.hopper)
+            }
+            None => match tiles(call, AttentionTile::of(call.problem, "prefill")?.rows(), call.group()) {
+                ctas if ctas <= sms => costs.prefill[0],
+                ctas => parts(ctas, 2 * sms).saturating_mul(costs.prefill[1]),
+            },
+        };
+        let decode_tiles = tiles(call, call.decode.rows(), call.group());
+        let row_masks = |cost: i64| -> Result<i64> {
+            Ok(tiles(call, row_masks::split_tile_rows(call)?, call.group()).saturating_mul(cost))
+        };
+        Ok(Self {
+            decode: decode_tiles.saturating_mul(costs.decode[usize::from(decode_tiles <= sms)]),
+            row_masks: costs.row_masks.map(row_masks).transpose()?,
+            most: prefill.saturating_mul(sms * MAX_PERCENT) / 100,
+        })
+    }
+}
+
+/// Strategy: one launch for all sequences, of any length, of a call that a kernel with split keys computes in less time than prefill.
 pub(super) fn launches<'c>(call: &Call<'c>) -> Result<Option<Launches<'c>>> {
     let Call { problem, device, .. } = call;
     let hopper = HopperPrefill::of(problem, device);
@@ -53,34 +86,19 @@ pub(super) fn launches<'c>(call: &Call<'c>) -> Result<Option<Launches<'c>>> {
     if problem.batch_invariant || is_left_to_hopper || !has_many_keys(problem) {
         return Ok(None);
     }
-    let (costs, sms) = (Costs::of(problem), i64::from(device.sms));
-    let prefill = match hopper {
-        Some(prefill) => {
-            let ctas = tiles(call, prefill.tile.rows(), prefill.pack_gqa).saturating_mul(prefill.packs_per_kv_head);
-            parts(ctas, sms).saturating_mul(costs.hopper)
-        }
-        None => match tiles(call, AttentionTile::of(problem, "prefill")?.rows(), call.group()) {
-            ctas if ctas <= sms => costs.prefill[0],
-            ctas => parts(ctas, 2 * sms).saturating_mul(costs.prefill[1]),
-        },
-    };
-    let divided = |rows, [many, few]: [i64; 2]| {
-        let tiles = tiles(call, rows, call.group());
-        tiles.saturating_mul(if tiles <= sms { few } else { many })
-    };
-    let decode = divided(call.decode.rows(), costs.decode);
-    let row_masks = match costs.row_masks {
-        Some(cost) => divided(row_masks::split_tile_rows(call)?, [cost; 2]),
-        None => i64::MAX,
-    };
-    let best = decode.min(row_masks);
-    if best.saturating_mul(100) > prefill.saturating_mul(sms * MAX_PERCENT) {
-        Ok(None)
-    } else if decode <= row_masks {
-        decode::launches_with_split_keys(call)
-    } else {
-        row_masks::launches_with_split_keys(call)
+    let Times { decode, row_masks, most } = Times::of(call, hopper)?;
+    if row_masks.is_some_and(|row_masks| row_masks < decode.min(most))
+        && let Some(launches) = row_masks::launches_with_split_keys(call)?
+    {
+        return Ok(Some(launches));
     }
+    if decode <= most { decode::launches_with_split_keys(call) } else { Ok(None) }
+}
+
+/// Whether `attention_row_masks` takes less time than prefill, for a call of rows with masks.
+pub(super) fn divides_row_masks(call: &Call) -> Result<bool> {
+    let times = Times::of(call, HopperPrefill::of(call.problem, &call.device))?;
+    Ok(has_many_keys(call.problem) && times.row_masks.is_some_and(|row_masks| row_masks <= times.most))
 }
 
 /// `count / size`, rounded up.

@@ -3,6 +3,7 @@
 //! (`portable_split_kv`).
 
 use super::hopper::HopperPrefill;
+use super::portable_split_kv::divides_row_masks;
 use super::split::{KvSplit, WorkUnit};
 use super::tiles::{AttentionTile, converts_fp8};
 use super::{Call, Launch, Launches, Parameter, UNLIMITED, decode};
@@ -38,7 +39,7 @@ impl TreeMaskSource {
 
 /// Takes every call with such masks: a launch that divides the keys of short sequences and of trees between CTAs, and one for
 /// longer sequences, which have no tree, with a CTA per tile and KV head. The first takes all sequences of a call in which most
-/// are short; but with `batch_invariant` the kernel of a sequence must not depend on the batch.
+/// are short, or have few queries over many keys; but with `batch_invariant` the kernel of a sequence must not depend on the batch.
 pub(super) fn launches<'c>(call: &Call<'c>) -> Result<Option<Launches<'c>>> {
     let queries = &call.problem.queries;
     if queries.key_ranges.is_none() && queries.tree.is_none() {
@@ -49,7 +50,8 @@ pub(super) fn launches<'c>(call: &Call<'c>) -> Result<Option<Launches<'c>>> {
     let short = queries.tree.map_or(one_tile, |tree| one_tile.max(tree.max_queries as i64));
     let longest = queries.longest as i64;
     let is_mostly_short = call.rows() <= call.seqs() || (1..=short).contains(&longest);
-    let max_queries = if is_mostly_short && !call.problem.batch_invariant { UNLIMITED } else { short };
+    let divides_all = !call.problem.batch_invariant && (is_mostly_short || divides_row_masks(call)?);
+    let max_queries = if divides_all { UNLIMITED } else { short };
     let long_sequences = if max_queries == UNLIMITED { 0 } else { call.seqs().min(call.rows() / (max_queries + 1)) };
     // The caller may be wrong about that: results must not depend on it.
     let are_all_long = queries.tree.is_none()
@@ -221,6 +223,7 @@ fn not_built(problem: &Attention, kernel: &str, dtype: &str) -> Error {
 mod tests {
     use super::super::LaunchPlan;
     use super::super::hopper::tests::{paged, ragged};
+    use super::super::hopper_split_kv::tests::few_queries;
     use super::super::tests::{device, named_on, problem};
     use super::*;
     use crate::problem::attention::{KeyStorage, Keys, Queries, Score};
@@ -287,6 +290,18 @@ mod tests {
         assert!(named(&wide).iter().all(|(name, ..)| !name.contains("hopper")));
         // Without bounds no call takes their kernel.
         assert!(named_on(&ragged(), &device(true)).iter().all(|(name, ..)| !name.contains("key_ranges")));
+    }
+
+    #[test]
+    fn few_queries_over_many_keys_are_divided_whatever_their_number() {
+        let older = Device { capability: 80, ..device(false) };
+        let first = |problem: &Attention<'static>, device: &Device| named_on(&bounded(problem), device)[0];
+        for device in [older, device(true)] {
+            assert_eq!(first(&few_queries(1, 64, [32, 8]), &device), (SPLIT, 1, i32::MAX));
+            assert_eq!(first(&few_queries(16, 64, [32, 8]), &device), (UNSPLIT, 17, i32::MAX));
+        }
+        let invariant = Attention { batch_invariant: true, ..few_queries(1, 64, [32, 8]) };
+        assert_eq!(first(&invariant, &older), (UNSPLIT, 17, i32::MAX));
     }
 
     const ROOM: [i64; 1] = [16_000_000];
