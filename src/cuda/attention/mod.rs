@@ -20,6 +20,7 @@ mod portable;
 mod portable_split_kv;
 mod row_masks;
 mod split;
+mod split_times;
 pub(super) mod tiles;
 mod token_scales;
 
@@ -47,21 +48,23 @@ use tiles::AttentionTile;
 type Strategy = for<'c> fn(&Call<'c>) -> Result<Option<Launches<'c>>>;
 
 /// The strategies, in the order in which they are tried.
-const STRATEGIES: [Strategy; 10] = [
-    bias::launches,              // a bias of pairs of rows and keys
-    row_masks::launches,         // rows with masks of their own
-    cluster_decode::launches,    // few sequences, all short
-    decode::launches,            // all sequences are short
-    hopper::launches_for_all,    // nearly all sequences are long
-    hopper_split_kv::launches,   // few queries over many keys
-    portable_split_kv::launches, // likewise, on every GPU
-    fused::launches,             // short and long sequences in one kernel
-    hopper::launches,            // long sequences, with decode for the short ones
-    portable::launches,          // likewise, on every GPU
+const STRATEGIES: [Strategy; 11] = [
+    bias::launches,                              // a bias of pairs of rows and keys
+    row_masks::launches,                         // rows with masks of their own
+    portable_split_kv::launches_of_large_groups, // all sequences are short, and have many query heads per KV head
+    cluster_decode::launches,                    // few sequences, all short
+    decode::launches,                            // all sequences are short
+    hopper::launches_for_all,                    // nearly all sequences are long
+    hopper_split_kv::launches,                   // few queries over many keys
+    portable_split_kv::launches,                 // likewise, on every GPU
+    fused::launches,                             // short and long sequences in one kernel
+    hopper::launches,                            // long sequences, with decode for the short ones
+    portable::launches,                          // likewise, on every GPU
 ];
 
 /// Those of caches with a scale per token and KV head.
-const TOKEN_SCALE_STRATEGIES: [Strategy; 7] = [
+const TOKEN_SCALE_STRATEGIES: [Strategy; 8] = [
+    portable_split_kv::launches_of_large_groups,
     cluster_decode::launches,
     decode::launches,
     hopper::launches_for_all,

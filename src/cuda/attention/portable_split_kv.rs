@@ -3,80 +3,9 @@
 
 use super::hopper::HopperPrefill;
 use super::hopper_split_kv::{self, has_many_keys};
-use super::tiles::AttentionTile;
-use super::{Call, Launches, decode, longest_or_mean_queries, row_masks};
+use super::split_times::{Times, parts, tiles};
+use super::{Call, Launches, MAX_SHORT_ROWS, decode, row_masks};
 use crate::error::Result;
-use crate::problem::attention::Attention;
-
-/// What a kernel takes per key of a tile, in nanoseconds on an H200 with 32/8 heads of 128, or of 512 (2026-11-30). Only ratios
-/// count, and those of other head dimensions up to 256 are similar.
-struct Costs {
-    /// A tile of decode on one SM; and where a call has no more tiles than SMs, so that several CTAs share each: the tiles of a
-    /// sequence are then split nearly alike, and their CTAs read the same keys at the same time.
-    decode: [i64; 2],
-    /// A tile of `attention_row_masks` on one SM, which is not built for caches with scales.
-    row_masks: Option<i64>,
-    /// A wave of portable prefill: a CTA per SM, or two.
-    prefill: [i64; 2],
-    /// A wave of Hopper's prefill.
-    hopper: i64,
-}
-
-impl Costs {
-    fn of(problem: &Attention) -> Self {
-        let is_wide = problem.head_dim.max(problem.value_dim) > 256;
-        let has_8_bit_query = problem.q.dtype.size() == 1;
-        match (problem.kv_dtype.size(), problem.scale_cache.is_some()) {
-            (1 | 2, false) if is_wide => Self { decode: [70; 2], row_masks: Some(100), prefill: [70, 100], hopper: 70 },
-            (1, true) if is_wide => Self { decode: [80; 2], row_masks: None, prefill: [95, 130], hopper: 95 },
-            (1, true) => Self { decode: [12; 2], row_masks: None, prefill: [70, 90], hopper: 24 },
-            (1, false) => {
-                let hopper = if has_8_bit_query { 10 } else { 16 };
-                Self { decode: [10; 2], row_masks: Some(33), prefill: [50, 70], hopper }
-            }
-            (2, _) => Self { decode: [16, 11], row_masks: Some(28), prefill: [40, 58], hopper: 14 },
-            _ if is_wide => Self { decode: [165; 2], row_masks: Some(280), prefill: [220, 440], hopper: 220 },
-            _ => Self { decode: [38; 2], row_masks: Some(330), prefill: [170, 340], hopper: 170 },
-        }
-    }
-}
-
-/// Percent of prefill's time that a kernel with split keys takes at most.
-const MAX_PERCENT: i64 = 95;
-
-/// What a call takes per key by [`Costs`], times the number of SMs, if its sequences have as many queries as the longest one, or as
-/// the average one if the caller does not say.
-struct Times {
-    decode: i64,
-    row_masks: Option<i64>,
-    /// The most that is faster than prefill.
-    most: i64,
-}
-
-impl Times {
-    fn of(call: &Call, hopper: Option<HopperPrefill>) -> Result<Self> {
-        let (costs, sms) = (Costs::of(call.problem), i64::from(call.device.sms));
-        let prefill = match hopper {
-            Some(prefill) => {
-                let ctas = tiles(call, prefill.tile.rows(), prefill.pack_gqa).saturating_mul(prefill.packs_per_kv_head);
-                parts(ctas, sms).saturating_mul(costs.hopper)
-            }
-            None => match tiles(call, AttentionTile::of(call.problem, "prefill")?.rows(), call.group()) {
-                ctas if ctas <= sms => costs.prefill[0],
-                ctas => parts(ctas, 2 * sms).saturating_mul(costs.prefill[1]),
-            },
-        };
-        let decode_tiles = tiles(call, call.decode.rows(), call.group());
-        let row_masks = |cost: i64| -> Result<i64> {
-            Ok(tiles(call, row_masks::split_tile_rows(call)?, call.group()).saturating_mul(cost))
-        };
-        Ok(Self {
-            decode: decode_tiles.saturating_mul(costs.decode[usize::from(decode_tiles <= sms)]),
-            row_masks: costs.row_masks.map(row_masks).transpose()?,
-            most: prefill.saturating_mul(sms * MAX_PERCENT) / 100,
-        })
-    }
-}
 
 /// Strategy: one launch for all sequences, of any length, of a call that a kernel with split keys computes in less time than prefill.
 pub(super) fn launches<'c>(call: &Call<'c>) -> Result<Option<Launches<'c>>> {
@@ -95,22 +24,30 @@ pub(super) fn launches<'c>(call: &Call<'c>) -> Result<Option<Launches<'c>>> {
     if decode <= most { decode::launches_with_split_keys(call) } else { Ok(None) }
 }
 
-/// Whether `attention_row_masks` takes less time than prefill, for a call of rows with masks.
-pub(super) fn divides_row_masks(call: &Call) -> Result<bool> {
-    let times = Times::of(call, HopperPrefill::of(call.problem, &call.device))?;
-    Ok(has_many_keys(call.problem) && times.row_masks.is_some_and(|row_masks| row_masks <= times.most))
-}
+/// Keys per sequence from which on few sequences with large groups are faster by Hopper's split keys than by clusters, and tiles of decode per
+/// query in such groups: 48/1 heads, 1 x 2k 13.8 us instead of 17.9; 32/1 13.4 instead of 12.4 (H200).
+const LARGE_GROUP_KEYS: usize = 2048;
+const LARGE_GROUP_TILES: i64 = 3;
 
-/// `count / size`, rounded up.
-fn parts(count: i64, size: i64) -> i64 {
-    count.saturating_add(size - 1) / size
-}
-
-/// The tiles of `rows` packed rows of all KV heads, with `pack_gqa` query heads per KV head.
-fn tiles(call: &Call, rows: i64, pack_gqa: i64) -> i64 {
-    let packed = longest_or_mean_queries(call.problem).saturating_mul(pack_gqa);
-    let sequences = call.seqs().min(call.rows()) * call.problem.num_kv_heads as i64;
-    sequences.saturating_mul(parts(packed, rows))
+/// Strategy: calls of short sequences in which one query has the rows of several tiles of decode, because a KV head has more than 16
+/// query heads. Each tile would read the keys; larger tiles read them once.
+pub(super) fn launches_of_large_groups<'c>(call: &Call<'c>) -> Result<Option<Launches<'c>>> {
+    let Call { problem, device, .. } = call;
+    let is_short = decode::is_mostly_short(call) || call.long_sequences() == 0;
+    if call.group() <= MAX_SHORT_ROWS || !is_short || problem.batch_invariant {
+        return Ok(None);
+    }
+    let are_many = tiles(call, call.decode.rows(), call.group()) > i64::from(device.sms);
+    let are_large = parts(call.group(), call.decode.rows()) >= LARGE_GROUP_TILES
+        && problem.keys.storage.capacity().1 >= LARGE_GROUP_KEYS;
+    if (are_many || are_large)
+        && let Some(launches) = hopper_split_kv::launches(call)?
+    {
+        return Ok(Some(launches));
+    }
+    let times = Times::of(call, HopperPrefill::of(problem, device))?;
+    let has_faster_tiles = are_many && times.row_masks.is_some_and(|row_masks| row_masks < times.decode);
+    if has_faster_tiles { row_masks::launches_with_split_keys(call) } else { Ok(None) }
 }
 
 #[cfg(test)]
@@ -120,7 +57,7 @@ mod tests {
     use super::*;
     use crate::cuda::device::Device;
     use crate::problem::KvScaleCache;
-    use crate::problem::attention::{KeyStorage, Keys, PageTable, Queries};
+    use crate::problem::attention::{Attention, KeyStorage, Keys, PageTable, Queries};
     use crate::tensor::{DType, Tensor};
 
     const ALL: (i32, i32) = (1, i32::MAX);
@@ -211,6 +148,35 @@ mod tests {
         assert!(first(&long, &hopper).0.starts_with("hopper_prefill"));
         let wide = Attention { head_dim: 512, value_dim: 512, ..plain };
         assert_eq!(first(&wide, &hopper), ("attention_row_masks_bf16_512", ALL));
+    }
+
+    #[test]
+    fn groups_of_more_heads_than_decode_has_rows_take_larger_tiles() {
+        let (split, row_masks) = ("hopper_split_kv_bf16_128_split_kv_paged_none", "attention_row_masks_bf16_128");
+        let of = |seqs, heads| few_queries(seqs, 1, heads);
+        for (problem, on_hopper, elsewhere) in [
+            (of(64, [48, 1]), split, row_masks),
+            (of(1, [48, 1]), split, "attention_bf16_128_decode_8warps_none"),
+            (of(128, [32, 1]), split, row_masks),
+            (of(64, [128, 2]), split, row_masks),
+            // Hopper's prefill would have as many tiles.
+            (of(256, [128, 2]), row_masks, row_masks),
+            (of(64, [96, 1]), row_masks, row_masks),
+        ] {
+            assert_eq!(first(&problem, &device(true)), (on_hopper, ALL), "{}", problem.num_q_heads);
+            assert_eq!(first(&problem, &older()), (elsewhere, ALL), "{}", problem.num_q_heads);
+        }
+        for problem in [
+            of(1, [32, 1]),
+            of(8, [64, 2]),
+            of(64, [16, 1]),
+            Attention { q: Tensor { dtype: DType::F32, ..of(1, [8, 1]).q }, kv_dtype: DType::F32, ..of(64, [48, 1]) },
+        ] {
+            let (name, _) = first(&problem, &device(true));
+            assert!(name.contains("decode"), "{name}");
+        }
+        let invariant = Attention { batch_invariant: true, ..of(64, [48, 1]) };
+        assert!(named_on(&invariant, &device(true)).iter().all(|(name, ..)| ![split, row_masks].contains(name)));
     }
 
     #[test]

@@ -3,23 +3,19 @@
 //! (`portable_split_kv`).
 
 use super::hopper::HopperPrefill;
-use super::portable_split_kv::divides_row_masks;
 use super::split::{KvSplit, WorkUnit};
-use super::tiles::{AttentionTile, converts_fp8};
+use super::split_times::divides_row_masks;
+use super::tiles::{AttentionTile, RowMasksTile, converts_fp8};
 use super::{Call, Launch, Launches, Parameter, UNLIMITED, decode};
 use crate::cuda::device::Device;
 use crate::cuda::enqueue::LaunchConfig;
 use crate::cuda::params::attention::AttentionParams;
 use crate::cuda::params::key_ranges::{KeyRangeParams, KeyRangeSource};
 use crate::cuda::params::tree_mask::{RowMaskParams, TreeMaskSource};
-use crate::cuda::tiles::{ROW_MASKS, RowMasksTile};
 use crate::cuda::variants;
 use crate::error::{Error, Result};
 use crate::problem::attention::{Attention, KeyRanges, TreeMask};
 use std::ptr::null;
-
-/// Threads of `attention_row_masks` (`kernels/include/row_mask_shape.cuh`).
-const THREADS: u32 = 128;
 
 impl KeyRangeSource {
     pub(in crate::cuda) fn new(ranges: &KeyRanges) -> Self {
@@ -98,7 +94,7 @@ fn split_launches<'c>(
     let params = RowMaskParams { attention, ranges, tree };
     let grid = [problem.num_kv_heads as u32, split.ranges as u32, 1];
     let shared_memory = kernel.shared_memory(problem, device);
-    let config = LaunchConfig { grid, threads: THREADS, shared_memory };
+    let config = LaunchConfig { grid, threads: RowMasksTile::THREADS, shared_memory };
     let attend = Launch::new(kernel.name, kernel.variant, config, Parameter::RowMasks(Box::new(params)));
     let rows = call.packed_rows().min(kernel.tile.rows());
     let combine = decode::combine(problem, device, split, &attention, rows)?;
@@ -124,14 +120,9 @@ fn unsplit_launch<'c>(call: &Call<'c>, min_queries: i64, sequences: i64) -> Resu
 }
 
 impl RowMasksTile {
-    /// Packed query rows of a CTA: 16 of each warp, or of the warps that have the same ones.
-    fn rows(&self) -> i64 {
-        i64::from(THREADS / 32 / self.column_warps * 16)
-    }
-
     /// Additional shared memory with fixed-size splits: `kKeptStatesBytes`.
     fn kept_states_bytes(&self) -> u32 {
-        THREADS * (4 + self.head_dim / self.column_warps / 2) * 4
+        RowMasksTile::THREADS * (4 + self.head_dim / self.column_warps / 2) * 4
     }
 
     /// Whether the kernel can compute fixed-size splits: `kHasFixedSplits`.
@@ -151,11 +142,6 @@ fn named(
         (true, true) => (fp8, "fp8"),
         (true, false) => (fp8_sm80, "fp8_shifted"),
     }
-}
-
-/// Packed query rows of a tile of the kernel that divides keys.
-pub(super) fn split_tile_rows(call: &Call) -> Result<i64> {
-    Ok(split_kernel(call.problem, &call.device)?.tile.rows())
 }
 
 /// The kernel that divides keys, its variant of the smallest sufficient head dimension, and its tile.
@@ -195,11 +181,7 @@ impl SplitKernel {
 fn split_kernel(problem: &Attention, device: &Device) -> Result<SplitKernel> {
     let kernels = ["attention_row_masks", "attention_row_masks_fp8", "attention_row_masks_fp8_sm80"];
     let (kernel, dtype) = named(problem, device, kernels);
-    let head_dim = problem.head_dim.max(problem.value_dim);
-    let serves =
-        |tile: &&RowMasksTile| tile.bytes as usize == problem.kv_dtype.size() && tile.head_dim as usize >= head_dim;
-    let tile = ROW_MASKS.iter().filter(serves).min_by_key(|tile| tile.head_dim);
-    let tile = tile.ok_or_else(|| not_built(problem, kernel, dtype))?;
+    let tile = RowMasksTile::of(problem).ok_or_else(|| not_built(problem, kernel, dtype))?;
     Ok(SplitKernel { name: kernel, variant: variants::find(kernel, &[dtype, tile.head_dim_value])?, tile })
 }
 

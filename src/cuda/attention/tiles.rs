@@ -3,8 +3,8 @@
 use super::longest_or_mean_queries;
 use crate::cuda::device::Device;
 use crate::cuda::params::attention::TOKENS_PER_LOAD;
-use crate::cuda::tiles::ATTENTION;
-pub(super) use crate::cuda::tiles::AttentionTile;
+use crate::cuda::tiles::{ATTENTION, ROW_MASKS};
+pub(super) use crate::cuda::tiles::{AttentionTile, RowMasksTile};
 use crate::cuda::variants;
 use crate::error::{Error, Result};
 use crate::problem::attention::{Attention, KeyStorage};
@@ -142,6 +142,23 @@ impl AttentionTile {
         let rows = self.rows() as u32;
         let merged_rows = if warp_row_bytes <= 256 { rows - rows / 2 } else { rows };
         merged_rows * 4 * self.head_dim + (2 + self.key_warps) * rows * 8 + 32
+    }
+}
+
+impl RowMasksTile {
+    /// Threads of `attention_row_masks` (`kernels/include/row_mask_shape.cuh`).
+    pub(super) const THREADS: u32 = 128;
+
+    /// The tile for the type of K and V with the smallest head dimension that is at least D and Dv.
+    pub(super) fn of(problem: &Attention) -> Option<&'static Self> {
+        let (bytes, head_dim) = (problem.kv_dtype.size(), problem.head_dim.max(problem.value_dim));
+        let serves = |tile: &&Self| tile.bytes as usize == bytes && tile.head_dim as usize >= head_dim;
+        ROW_MASKS.iter().filter(serves).min_by_key(|tile| tile.head_dim)
+    }
+
+    /// Packed query rows of a CTA: 16 of each warp, or of the warps that have the same ones.
+    pub(super) fn rows(&self) -> i64 {
+        i64::from(Self::THREADS / 32 / self.column_warps * 16)
     }
 }
 
