@@ -49,12 +49,19 @@ def calls():
     short, long = paged_operands(128), paged_operands(2048)
     q, k, v = (torch.randn(256, 8, 64, dtype=torch.bfloat16, device="cuda") for _ in range(3))
     starts = indices(0, 128, 256)
+    leaves = [x.clone().requires_grad_() for x in (q, k, v)]
+
+    def gradients():
+        out = xt.flash_attn_varlen(*leaves, starts, causal=True)
+        return torch.autograd.grad(out, leaves, q)
+
     rows, slots = torch.randn(4, 8, 128, dtype=torch.bfloat16, device="cuda"), indices(0, 1, 2, 3)
     return {
         "simple_add": lambda: xt.simple_add(a, b),
         "paged_attention, 4 x 128": lambda: xt.paged_attention(*short, scale=0.1),
         "paged_attention, 4 x 2048 (two launches)": lambda: xt.paged_attention(*long, scale=0.1),
         "flash_attn_varlen, 2 x 128": lambda: xt.flash_attn_varlen(q, k, v, starts, causal=True),
+        "flash_attn_varlen and its gradients": gradients,
         "update_cache_, 4 rows": lambda: xt.update_cache_(short[1], rows, rows, slots),
     }
 
@@ -78,7 +85,7 @@ def parts():
     # The GPU reads and writes memory that is free; nothing else runs.
     allocate()
     return {
-        "whether a mode has to see the call": _plan._is_observed,
+        "whether a mode has to see the call": _plan.is_observed,
         "arguments into tensors and options": lambda: _plan._divide((*operands, 0.1), [], [], True),
         "layouts and addresses": lambda: memory.describe(operands),
         "whether the plan serves": lambda: plan.serves(operands),

@@ -2,6 +2,8 @@
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.checkpoint import checkpoint
 
 import xla_attention.torch as xt
 from batches import varlen
@@ -41,6 +43,71 @@ def test_strided_operands_and_expanded_cotangents(torch_device):
     (actual,) = torch.autograd.grad(xt.flash_attn_varlen(q, k, v, starts).sum(), q)
     (expected,) = torch.autograd.grad(xt.flash_attn_varlen(q, k.contiguous(), v.contiguous(), starts).sum(), q)
     assert torch.equal(actual.cpu(), expected.cpu())
+
+
+class _Observer(TorchDispatchMode):
+    """A mode that changes nothing, but has to see every operator call."""
+
+    def __init__(self):
+        super().__init__()
+        self.seen = set()
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        self.seen.add(function)
+        return function(*args, **(kwargs or {}))
+
+
+def test_modes_see_the_operator_and_have_the_same_gradients(torch_device):
+    (q, k, v, starts, _), _ = varlen([(3, 3), (40, 40)], rows_after=0)
+    q, k, v, starts = (tensor(x, torch_device) for x in (q, k, v, starts))
+    sinks = torch.ones(q.shape[1], device=torch_device, requires_grad=True)
+    leaves = [*(x.requires_grad_() for x in (q, k, v)), sinks]
+
+    def gradients():
+        out = xt.flash_attn_varlen(q, k, v, starts, causal=True, sinks=sinks)
+        return out, torch.autograd.grad(out.sin().sum(), leaves)
+
+    direct, expected = gradients()
+    for _ in range(2):  # the second one by plans
+        with _Observer() as observer:
+            observed, actual = gradients()
+        ops = torch.ops
+        assert {ops.xla.flash_attn_varlen_op.default, ops.xla_gpu.flash_attn_varlen_bwd.default} <= observer.seen
+        assert torch.equal(direct, observed)
+        assert all(map(torch.equal, actual, expected))
+        direct, expected = gradients()
+
+
+def test_an_operand_that_changed_since_is_refused(torch_device):
+    (q, k, v, starts, _), _ = varlen([(3, 3)], rows_after=0)
+    q, k, v, starts = (tensor(x, torch_device) for x in (q, k, v, starts))
+    out = xt.flash_attn_varlen(q.requires_grad_(), k, v, starts)
+    k.add_(1)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        out.sum().backward()
+
+
+def test_gradients_have_no_gradient(torch_device):
+    (q, k, v, starts, _), _ = varlen([(3, 3)], rows_after=0)
+    q, k, v, starts = (tensor(x, torch_device) for x in (q, k, v, starts))
+    out = xt.flash_attn_varlen(q.requires_grad_(), k, v, starts)
+    (dq,) = torch.autograd.grad(out.sin().sum(), q, create_graph=True)
+    with pytest.raises(NotImplementedError, match="flash_attn_varlen_bwd"):
+        dq.sum().backward()
+
+
+@pytest.mark.parametrize("torch_device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)], indirect=True)
+def test_recomputed_activations_have_the_same_gradients(torch_device):
+    (q, k, v, starts, _), _ = varlen([(3, 3), (40, 40)], rows_after=0)
+    q, k, v, starts = (tensor(x, torch_device) for x in (q, k, v, starts))
+    q.requires_grad_()
+
+    def layer(q):
+        return xt.flash_attn_varlen(q, k, v, starts).sin()
+
+    (expected,) = torch.autograd.grad(layer(q).sum(), q)
+    (actual,) = torch.autograd.grad(checkpoint(layer, q, use_reentrant=False).sum(), q)
+    assert torch.equal(actual, expected)
 
 
 @pytest.mark.gpu

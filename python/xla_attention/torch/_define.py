@@ -39,8 +39,8 @@ def define(
     backward: Callable[..., Any] | None = None,
     setup_context: Callable[..., None] | None = None,
     alternative: str = "",
-) -> None:
-    """Define an operator for the CPU, CUDA, XLA and tracing, unless it is defined already.
+) -> bool:
+    """Define an operator for the CPU, CUDA, XLA and tracing, unless it is defined already; whether it does.
 
     Parameters
     ----------
@@ -67,7 +67,7 @@ def define(
     base, _, overload = operator.partition(".")
     if exists(namespace, base, overload or "default"):
         _LOG.warning("%s is defined already and kept; ours is not used", name)
-        return
+        return False
     library = fragment(namespace)
     library.define(operator + schema)
 
@@ -96,6 +96,7 @@ def define(
         setup_context = setup_context or _save_device
         torch.library.register_autograd(name, backward or no_gradient, setup_context=setup_context, lib=library)
     torch.library.register_fake(name, fake, lib=library)
+    return True
 
 
 def _reject_openxla(target: str, device: torch.device) -> None:

@@ -15,6 +15,7 @@ from .._options import (
 )
 from ._call import Call, Result, Workspace, f32_operand, index_operand, output_dtype, scale_operand
 from ._define import define, scale_tensor
+from ._differentiable import differentiable
 from ._flash_attn_varlen_bwd import backward, setup_context
 from ._plan import planned
 
@@ -149,7 +150,7 @@ def flash_attn_varlen(
     if cu_seqlens_k is None:
         require_key_lengths(block_table, seqused_k)
         cu_seqlens_k = cu_seqlens_q if block_table is None else cu_seqlens_q.new_empty(0)
-    out, lse = torch.ops.xla.flash_attn_varlen_op(
+    out, lse = _call_operator(
         q,
         k,
         k.new_empty(0) if v is None else v,
@@ -267,7 +268,7 @@ def _lower(
     )
 
 
-define(
+_is_ours = define(
     "xla::flash_attn_varlen_op",
     f"({_OPERATOR.required_tensors()}, int max_seqlen_q, int max_seqlen_k, float softmax_scale, bool is_causal, "
     # An option that is newer than the operator is its last parameter, because programs pass options by position.
@@ -280,3 +281,6 @@ define(
     backward=backward,
     setup_context=setup_context,
 )
+_call_operator = torch.ops.xla.flash_attn_varlen_op
+if _is_ours:
+    _call_operator = differentiable(_call_operator, setup_context, backward)

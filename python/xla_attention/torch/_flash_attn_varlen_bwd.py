@@ -11,6 +11,7 @@ from .._operators import operator
 from .._options import length_hint, unsupported_gradient
 from ._call import Call, Result, Workspace, f32_operand, index_operand
 from ._define import define
+from ._plan import planned
 
 _OPERATOR = operator("xla_gpu_flash_attn_varlen_bwd")
 _NEWER = ("q_offset", "k_start", "k_end", "bias")  # operands that are newer than torch's operator
@@ -92,16 +93,25 @@ def backward(ctx: Any, dout: torch.Tensor | None, dlse: torch.Tensor | None) -> 
     )
     dbias = None
     if saved["bias"] is None:
-        dq, dk, dv, dsinks = torch.ops.xla_gpu.flash_attn_varlen_bwd(*arguments)
+        dq, dk, dv, dsinks = _gradients(*arguments)
     else:
-        results = torch.ops.xla_gpu.flash_attn_varlen_bias_bwd(*arguments, saved["bias"], has_bias_gradient)
-        dq, dk, dv, dsinks, dbias = results
+        dq, dk, dv, dsinks, dbias = _gradients_with_bias(*arguments, saved["bias"], has_bias_gradient)
     grads: list[torch.Tensor | None] = [dq, dk, dv] + [None] * (len(_arguments()) - 3)
     if saved["sinks"] is not None:
         grads[sinks] = dsinks.to(saved["sinks"].dtype)
     if has_bias_gradient:
         grads[bias] = dbias
     return tuple(grads[: len(ctx.needs_input_grad)])
+
+
+@planned
+def _gradients(*arguments: Any) -> tuple[torch.Tensor, ...]:  # noqa: ANN401
+    return torch.ops.xla_gpu.flash_attn_varlen_bwd(*arguments)
+
+
+@planned
+def _gradients_with_bias(*arguments: Any) -> tuple[torch.Tensor, ...]:  # noqa: ANN401
+    return torch.ops.xla_gpu.flash_attn_varlen_bias_bwd(*arguments)
 
 
 def _lower(

@@ -209,7 +209,7 @@ def planned(function: Callable[P, R]) -> Callable[P, R]:
 
     @functools.wraps(function)
     def call(*args: P.args, **kwargs: P.kwargs) -> R:
-        if _is_compiling() or _is_observed():
+        if is_observed():
             return function(*args, **kwargs)
         tensors: list[torch.Tensor] = []
         key = [function, *kwargs]
@@ -232,16 +232,23 @@ def planned(function: Callable[P, R]) -> Callable[P, R]:
     return call
 
 
-def _is_observed() -> bool:
-    """Whether a mode or a transform of torch has to see operator calls."""
+def is_observed() -> bool:
+    """Whether torch.compile, a mode or a transform of torch has to see operator calls."""
     return bool(
-        _num_dispatch_modes()
+        _is_compiling()
+        or _num_dispatch_modes()
         or _num_function_modes()
         or _functorch_interpreter() is not None
         or _is_tracing()
         or forward_ad._current_level >= 0
         or _is_profiling()
     )
+
+
+def is_plain(tensor: torch.Tensor) -> bool:
+    """Whether it is no other subclass, and on the CPU or CUDA."""
+    # A tensor on another device may have no memory, and asking an XLA tensor for its address may crash.
+    return type(tensor) in _TENSOR_TYPES and (tensor.is_cuda or tensor.is_cpu)
 
 
 def _divide(values: Iterable[Any], options: list[Any], tensors: list[torch.Tensor], needs_gradient: bool) -> bool:
