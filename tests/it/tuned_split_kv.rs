@@ -8,7 +8,7 @@ use crate::support::{
 };
 
 /// Room for the partials of every CTA of an H200.
-const WORKSPACE: usize = 40_000_000;
+pub(crate) const WORKSPACE: usize = 40_000_000;
 
 /// Tiles of one sequence and of several CTAs, several tiles of a sequence, decode and empty sequences among them.
 const LENGTHS: [&[(usize, usize)]; 4] = [
@@ -21,7 +21,8 @@ const LENGTHS: [&[(usize, usize)]; 4] = [
 /// More sequences than a warp has lanes, so that all warps plan.
 const MANY: [(usize, usize); 40] = [(3, 150); 40];
 
-const MASKS: [Mask; 4] = [Mask::CAUSAL, Mask::FULL, Mask { window_left: 333, ..Mask::CAUSAL }, Mask::window(700, 2)];
+pub(crate) const MASKS: [Mask; 4] =
+    [Mask::CAUSAL, Mask::FULL, Mask { window_left: 333, ..Mask::CAUSAL }, Mask::window(700, 2)];
 
 /// Query heads that fill a tile's padding groups and leave heads of them out; bf16 and f16; each page size that TMA and
 /// `cp.async` load, and contiguous keys.
@@ -134,6 +135,8 @@ fn hostile_metadata_does_not_affect_valid_sequences() {
             head_dim: 128,
             mask: [MASKS[0], MASKS[2]][seed as usize / 2 % 2],
             lengths: vec![(5, 300), (2, 40), (17, 1200), (1, 16), (3, 129)],
+            // With a soft cap other kernels divide the keys.
+            softcap: [0.0, 5.0][seed as usize / 4 % 2],
             seed,
             ..BatchSpec::default()
         };

@@ -1,7 +1,7 @@
 //! Decode of few sequences in one launch on Hopper: clusters divide the keys of a KV head and merge split tiles through
 //! distributed shared memory, without a workspace and without a combine launch.
 
-use super::decode::{ROWS_PER_WARP, is_mostly_short};
+use super::decode::{ROWS_PER_WARP, are_short};
 use super::tiles::{kv_dtype_value, logits_value, transforms_logits};
 use super::{Call, Launch, Launches, UNLIMITED};
 use crate::cuda::enqueue::{LaunchAttributes, LaunchConfig};
@@ -167,10 +167,9 @@ fn clusters_of_sequences(call: &Call, tile: &ClusterDecodeTile) -> Option<Cluste
 /// The kernel's tile and its clusters, if the kernel takes the call.
 fn tile_and_clusters(call: &Call) -> Option<(&'static ClusterDecodeTile, Clusters)> {
     let Call { problem, device, .. } = call;
-    let is_short = is_mostly_short(call) || call.long_sequences() == 0;
     let is_built = device.capability == 90;
     let is_small = (1..=MAX_SLOTS).contains(&call.seqs()) && call.rows() * call.group() < MOST_ROWS;
-    if !is_short || !is_built || problem.batch_invariant || !is_small {
+    if !are_short(call) || !is_built || problem.batch_invariant || !is_small {
         return None;
     }
     let dim = problem.head_dim.max(problem.value_dim);

@@ -50,9 +50,14 @@ fn all_tiles(call: &Call) -> i64 {
 }
 
 /// Whether most sequences are short, by the sizes or by `max_seqlen_q`.
-pub(super) fn is_mostly_short(call: &Call) -> bool {
+fn is_mostly_short(call: &Call) -> bool {
     let longest = call.problem.queries.longest as i64;
     call.rows() <= call.seqs() || (1..=call.max_short_queries()).contains(&longest)
+}
+
+/// Whether all sequences are short, or most of them by the sizes or by `max_seqlen_q`.
+pub(super) fn are_short(call: &Call) -> bool {
+    is_mostly_short(call) || call.long_sequences() == 0
 }
 
 /// The maximum number of tiles of short sequences.

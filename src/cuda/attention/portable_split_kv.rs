@@ -24,17 +24,18 @@ pub(super) fn launches<'c>(call: &Call<'c>) -> Result<Option<Launches<'c>>> {
     if decode <= most { decode::launches_with_split_keys(call) } else { Ok(None) }
 }
 
-/// Keys per sequence from which on few sequences with large groups are faster by Hopper's split keys than by clusters, and tiles of decode per
-/// query in such groups: 48/1 heads, 1 x 2k 13.8 us instead of 17.9; 32/1 13.4 instead of 12.4 (H200).
-const LARGE_GROUP_KEYS: usize = 2048;
+/// Tiles of decode per query from which on few sequences are faster by Hopper's split keys than by clusters: 1 x 2k keys take 13.8 us
+/// instead of 17.9 with 48/1 heads, and 13.4 instead of 12.4 with 32/1 (H200).
 const LARGE_GROUP_TILES: i64 = 3;
+
+/// Keys per sequence of such calls, at least. Fewer have not been measured.
+const LARGE_GROUP_KEYS: usize = 2048;
 
 /// Strategy: calls of short sequences in which one query has the rows of several tiles of decode, because a KV head has more than 16
 /// query heads. Each tile would read the keys; larger tiles read them once.
 pub(super) fn launches_of_large_groups<'c>(call: &Call<'c>) -> Result<Option<Launches<'c>>> {
     let Call { problem, device, .. } = call;
-    let is_short = decode::is_mostly_short(call) || call.long_sequences() == 0;
-    if call.group() <= MAX_SHORT_ROWS || !is_short || problem.batch_invariant {
+    if call.group() <= MAX_SHORT_ROWS || !decode::are_short(call) || problem.batch_invariant {
         return Ok(None);
     }
     let are_many = tiles(call, call.decode.rows(), call.group()) > i64::from(device.sms);
