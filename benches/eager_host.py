@@ -86,7 +86,7 @@ def parts():
     allocate()
     return {
         "whether a mode has to see the call": _plan.is_observed,
-        "arguments into tensors and options": lambda: _plan._divide((*operands, 0.1), [], [], True),
+        "arguments into tensors and options": lambda: _plan.divide((*operands, 0.1), [], [], True),
         "layouts and addresses": lambda: memory.describe(operands),
         "whether the plan serves": lambda: plan.serves(operands),
         "results and workspace": allocate,

@@ -17,7 +17,8 @@ const fn nominal_ctas(value_dim: i64) -> i64 {
 /// Packed query rows of a decode tile.
 const TILE_ROWS: i64 = 16;
 
-/// CTAs of Hopper's prefill whose keys are split, and packed query rows of its tile.
+/// CTAs of Hopper's prefill whose keys are split, and packed query rows of its tile. `attention_row_masks` has twice as many CTAs with
+/// half as many rows.
 const SPLIT_PREFILL: [i64; 2] = [132, 128];
 
 /// The largest head dimension that it has a tile for.

@@ -5,7 +5,7 @@ use crate::support::{
     Alibi, AttentionCase, BF16, BatchSpec, Dtypes, F8E4M3FN, F8E5M2, F16, F32, KeyBounds, KvLayout, Mask, MemoryLayout,
     PagedUpdateCase, ReferenceCase, ScaleKind, assert_named_matches_reference, skips_slow_test,
 };
-use crate::tuned_split_kv::{MASKS, WORKSPACE};
+use crate::tuned_split_kv::{MASKS, WORKSPACE, layout};
 
 /// One tile of decode per sequence, several, more than one of the other kernel's; empty sequences and single queries among them.
 const LENGTHS: [&[(usize, usize)]; 4] = [
@@ -35,18 +35,7 @@ fn assert_cases(count: usize, dtypes: &[Dtypes], head_dims: &[usize], page_sizes
             seed: seed as u64,
             ..BatchSpec::default()
         };
-        let layout = match page_sizes[seed % page_sizes.len()] {
-            0 => MemoryLayout::contiguous(),
-            page_size => MemoryLayout::paged(KvLayout::PAGED[seed / 2 % 4], page_size),
-        };
-        let layout = MemoryLayout {
-            rows_around: (3, 5),
-            seqused_q: seed % 5 == 1,
-            // The last has room for a few CTAs' partials only.
-            workspace: Some(if seed % 6 == 4 { 1_000_000 } else { WORKSPACE }),
-            seed: seed as u64,
-            ..layout
-        };
+        let layout = layout(seed, page_sizes[seed % page_sizes.len()]);
         let name = format!("{seed}: {spec:?}");
         assert_named_matches_reference(&name, &mut AttentionCase::flash(&spec.batch(), &layout));
     }

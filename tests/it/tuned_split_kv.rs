@@ -24,6 +24,22 @@ const MANY: [(usize, usize); 40] = [(3, 150); 40];
 pub(crate) const MASKS: [Mask; 4] =
     [Mask::CAUSAL, Mask::FULL, Mask { window_left: 333, ..Mask::CAUSAL }, Mask::window(700, 2)];
 
+/// Pages of this size, or contiguous keys for 0, in layouts that take turns.
+pub(crate) fn layout(seed: usize, page_size: usize) -> MemoryLayout {
+    let layout = match page_size {
+        0 => MemoryLayout::contiguous(),
+        _ => MemoryLayout::paged(KvLayout::PAGED[seed / 2 % 4], page_size),
+    };
+    MemoryLayout {
+        rows_around: (3, 5),
+        seqused_q: seed % 5 == 1,
+        // The last has room for a few CTAs' partials only.
+        workspace: Some(if seed % 6 == 4 { 1_000_000 } else { WORKSPACE }),
+        seed: seed as u64,
+        ..layout
+    }
+}
+
 /// Query heads that fill a tile's padding groups and leave heads of them out; bf16 and f16; each page size that TMA and
 /// `cp.async` load, and contiguous keys.
 #[test]
@@ -48,19 +64,7 @@ fn few_queries_over_many_keys_agree_with_the_reference() {
             seed: seed as u64,
             ..BatchSpec::default()
         };
-        let page_size = page_sizes[seed % 6];
-        let layout = match page_size {
-            0 => MemoryLayout::contiguous(),
-            _ => MemoryLayout::paged(KvLayout::PAGED[seed / 2 % 4], page_size),
-        };
-        let layout = MemoryLayout {
-            rows_around: (3, 5),
-            seqused_q: seed % 5 == 1,
-            // The last has room for a few CTAs' partials only.
-            workspace: Some(if seed % 6 == 4 { 1_000_000 } else { WORKSPACE }),
-            seed: seed as u64,
-            ..layout
-        };
+        let layout = layout(seed, page_sizes[seed % 6]);
         let name = format!("{seed}: {spec:?}");
         assert_named_matches_reference(&name, &mut AttentionCase::flash(&spec.batch(), &layout));
     }
@@ -89,13 +93,7 @@ fn few_queries_over_8_bit_pages_agree_with_the_reference() {
             seed: seed as u64,
             ..BatchSpec::default()
         };
-        let layout = MemoryLayout {
-            rows_around: (3, 5),
-            seqused_q: seed % 5 == 1,
-            workspace: Some(if seed % 6 == 4 { 1_000_000 } else { WORKSPACE }),
-            seed: seed as u64,
-            ..MemoryLayout::paged(KvLayout::PAGED[seed / 2 % 4], [16, 24, 8, 128][seed / 3 % 4])
-        };
+        let layout = layout(seed, [16, 24, 8, 128][seed / 3 % 4]);
         let name = format!("{seed}: {spec:?}");
         assert_named_matches_reference(&name, &mut AttentionCase::flash(&spec.batch(), &layout));
     }

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from ._plan import is_observed, is_plain, planned
+from ._plan import divide, is_observed, planned
 
 
 def differentiable(
@@ -43,10 +43,10 @@ def differentiable(
 
 def _is_direct(arguments: Sequence[Any]) -> bool:
     """Whether some operand requires a gradient, and nothing of torch has to see the operator's call."""
-    tensors = [value for value in arguments if isinstance(value, torch.Tensor)]
+    tensors: list[torch.Tensor] = []
     return (
         torch.is_grad_enabled()
-        and any(tensor.requires_grad for tensor in tensors)
-        and all(map(is_plain, tensors))
         and not is_observed()
+        and divide(arguments, [], tensors, needs_gradient=False)
+        and any(tensor.requires_grad for tensor in tensors)
     )

@@ -214,7 +214,7 @@ def planned(function: Callable[P, R]) -> Callable[P, R]:
         tensors: list[torch.Tensor] = []
         key = [function, *kwargs]
         values = (*args, *kwargs.values()) if kwargs else args
-        if not _divide(values, key, tensors, torch.is_grad_enabled()):
+        if not divide(values, key, tensors, torch.is_grad_enabled()):
             return function(*args, **kwargs)
         free = _STATE.free
         # It leaves the list while it is in use, because a signal handler, a finaliser or a trace function may make
@@ -245,13 +245,7 @@ def is_observed() -> bool:
     )
 
 
-def is_plain(tensor: torch.Tensor) -> bool:
-    """Whether it is no other subclass, and on the CPU or CUDA."""
-    # A tensor on another device may have no memory, and asking an XLA tensor for its address may crash.
-    return type(tensor) in _TENSOR_TYPES and (tensor.is_cuda or tensor.is_cpu)
-
-
-def _divide(values: Iterable[Any], options: list[Any], tensors: list[torch.Tensor], needs_gradient: bool) -> bool:
+def divide(values: Iterable[Any], options: list[Any], tensors: list[torch.Tensor], needs_gradient: bool) -> bool:
     """Append tensors among `values` to `tensors`, and to `options` the others, each after the number of tensors so far.
 
     False for values that no plan supports: other subclasses of tensors, tensors on other devices than the CPU and CUDA,
@@ -268,7 +262,7 @@ def _divide(values: Iterable[Any], options: list[Any], tensors: list[torch.Tenso
             options += (len(tensors), value)
         elif kind is tuple:
             options += (kind, len(value))
-            if not _divide(value, options, tensors, needs_gradient):
+            if not divide(value, options, tensors, needs_gradient):
                 return False
         else:
             return False

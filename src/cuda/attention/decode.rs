@@ -27,17 +27,16 @@ pub(super) fn launches<'c>(call: &Call<'c>) -> Result<Option<Launches<'c>>> {
         return Ok(None);
     }
     if is_mostly_short(call) && !call.problem.batch_invariant {
-        return launches_of(call, &split_for(call, all_tiles(call), UNLIMITED), UNLIMITED, true).map(Some);
+        return launches_for(call, all_tiles(call), UNLIMITED, true).map(Some);
     }
     if call.long_sequences() > 0 {
         Ok(None)
     } else {
-        let split = split_for(call, max_short_tiles(call), call.max_short_queries());
-        launches_of(call, &split, call.max_short_queries(), true).map(Some)
+        launches_for(call, max_short_tiles(call), call.max_short_queries(), true).map(Some)
     }
 }
 
-/// The launches that decode all sequences, of any length, if there is memory for the partials of all CTAs.
+/// The launches that decode all sequences, of any length, if the work partition has room for partials ([`KvSplit::has_room`]).
 pub(super) fn launches_with_split_keys<'c>(call: &Call<'c>) -> Result<Option<Launches<'c>>> {
     let split = split_for(call, all_tiles(call), UNLIMITED);
     let takes = call.decode.fits(call.problem, &call.device) && split.has_room();
@@ -72,14 +71,19 @@ pub(super) fn with_prefill<'c>(
     call: &Call<'c>,
     prefill: impl FnOnce(&AttentionParams) -> Result<Launch<'c>>,
 ) -> Result<Launches<'c>> {
-    let split = split_for(call, max_short_tiles(call), call.max_short_queries());
-    let mut launches = launches_of(call, &split, call.max_short_queries(), false)?;
+    let mut launches = launches_for(call, max_short_tiles(call), call.max_short_queries(), false)?;
     let decode_is_first = launches.store_new_tokens;
     let mut params = call.params_for(call.max_short_queries() + 1, UNLIMITED);
     params.clears_padding_rows = i32::from(!decode_is_first);
     let place = if decode_is_first { launches.list.len() } else { 0 };
     launches.list.insert(place, prefill(&params)?);
     Ok(launches)
+}
+
+/// The launches that decode the sequences of up to `max_queries` queries, which have at most `tiles` tiles per KV head.
+/// `are_alone`: there is no other launch, which could write the padding rows.
+fn launches_for<'c>(call: &Call<'c>, tiles: i64, max_queries: i64, are_alone: bool) -> Result<Launches<'c>> {
+    launches_of(call, &split_for(call, tiles, max_queries), max_queries, are_alone)
 }
 
 /// The work partition of the sequences of up to `max_queries` queries, which have at most `tiles` tiles per KV head.
@@ -90,8 +94,7 @@ fn split_for(call: &Call, tiles: i64, max_queries: i64) -> KvSplit {
     KvSplit::new(problem, decode, tiles, max_queries, i64::from(resident), 0)
 }
 
-/// The launches that decode the sequences of up to `max_queries` queries in the work ranges of `split`.
-/// `are_alone`: there is no other launch, which could write the padding rows.
+/// The same in the work ranges of `split`.
 fn launches_of<'c>(call: &Call<'c>, split: &KvSplit, max_queries: i64, are_alone: bool) -> Result<Launches<'c>> {
     let Call { problem, device, decode, .. } = call;
     let shared_memory = decode.decode_shared_memory(problem, device);

@@ -10,9 +10,11 @@ use crate::error::Result;
 /// Strategy: one launch for all sequences, of any length, of a call that a kernel with split keys computes in less time than prefill.
 pub(super) fn launches<'c>(call: &Call<'c>) -> Result<Option<Launches<'c>>> {
     let Call { problem, device, .. } = call;
+    if problem.batch_invariant || !has_many_keys(problem) {
+        return Ok(None);
+    }
     let hopper = HopperPrefill::of(problem, device);
-    let is_left_to_hopper = hopper.is_some() && hopper_split_kv::is_built_for(problem);
-    if problem.batch_invariant || is_left_to_hopper || !has_many_keys(problem) {
+    if hopper.is_some() && hopper_split_kv::is_built_for(problem) {
         return Ok(None);
     }
     let Times { decode, row_masks, most } = Times::of(call, hopper)?;
@@ -46,8 +48,11 @@ pub(super) fn launches_of_large_groups<'c>(call: &Call<'c>) -> Result<Option<Lau
     {
         return Ok(Some(launches));
     }
+    if !are_many {
+        return Ok(None);
+    }
     let times = Times::of(call, HopperPrefill::of(problem, device))?;
-    let has_faster_tiles = are_many && times.row_masks.is_some_and(|row_masks| row_masks < times.decode);
+    let has_faster_tiles = times.row_masks.is_some_and(|row_masks| row_masks < times.decode);
     if has_faster_tiles { row_masks::launches_with_split_keys(call) } else { Ok(None) }
 }
 

@@ -65,7 +65,8 @@ pub(super) fn launches<'c>(call: &Call<'c>) -> Result<Option<Launches<'c>>> {
     Ok(Some(Launches { list, store_new_tokens: false }))
 }
 
-/// The launches of a call without such masks, for sequences of any length, if there is memory for the partials of all CTAs.
+/// The launches of a call without such masks, for sequences of any length, if the work partition has room for partials
+/// ([`KvSplit::has_room`]).
 pub(super) fn launches_with_split_keys<'c>(call: &Call<'c>) -> Result<Option<Launches<'c>>> {
     let kernel = split_kernel(call.problem, &call.device)?;
     let partition = kernel.partition(call, UNLIMITED);

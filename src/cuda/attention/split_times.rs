@@ -78,8 +78,11 @@ impl Times {
 
 /// Whether `attention_row_masks` takes less time than prefill, for a call of rows with masks.
 pub(super) fn divides_row_masks(call: &Call) -> Result<bool> {
+    if !has_many_keys(call.problem) {
+        return Ok(false);
+    }
     let times = Times::of(call, HopperPrefill::of(call.problem, &call.device))?;
-    Ok(has_many_keys(call.problem) && times.row_masks.is_some_and(|row_masks| row_masks <= times.most))
+    Ok(times.row_masks.is_some_and(|row_masks| row_masks <= times.most))
 }
 
 /// `count / size`, rounded up.
