@@ -160,6 +160,50 @@ def test_a_training_step_compiles_in_one_graph(backend, torch_device):
         torch.testing.assert_close(actual, expected, atol=1e-5, rtol=1e-5)
 
 
+@pytest.mark.gpu
+# make_graphed_callables keeps what it ran to warm up while it captures on another stream.
+@pytest.mark.filterwarnings("ignore:The AccumulateGrad node's stream")
+@pytest.mark.parametrize("by", ["hand", "make_graphed_callables"])
+def test_a_captured_training_step_has_the_bits_of_an_eager_one(by):
+    starts = torch.tensor([0, 40, 200], device="cuda", dtype=torch.int32)
+    sizes = [(200, heads, 64) for heads in (4, 2, 2)]
+
+    def numbers():
+        return [torch.randn(size, device="cuda", dtype=torch.bfloat16) for size in sizes]
+
+    def loss(q, k, v):
+        return xt.flash_attn_varlen(q, k, v, starts, causal=True).sin().sum()
+
+    def gradients(of, operands):
+        return torch.autograd.grad(of(*operands), operands)
+
+    leaves = [x.requires_grad_() for x in numbers()]
+    if by == "hand":
+        stream = torch.cuda.Stream()
+        stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(stream):
+            for _ in range(3):
+                gradients(loss, leaves)
+        torch.cuda.current_stream().wait_stream(stream)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, stream=stream):
+            captured = gradients(loss, leaves)
+    else:
+        step = torch.cuda.make_graphed_callables(loss, tuple(leaves))
+    for _ in range(2):
+        operands = numbers()
+        expected = gradients(loss, [x.detach().requires_grad_() for x in operands])
+        if by == "hand":
+            with torch.no_grad():
+                torch._foreach_copy_(leaves, operands)
+            graph.replay()
+            actual = captured
+        else:
+            actual = gradients(step, [x.requires_grad_() for x in operands])
+        for one, other in zip(actual, expected, strict=True):
+            assert torch.equal(one, other)
+
+
 def test_the_call_is_part_of_torch_xlas_graph(xla_device):
     import torch_xla
 
