@@ -55,11 +55,15 @@ pub(super) fn launches<'c>(call: &Call<'c>) -> Result<Option<Launches<'c>>> {
 /// Whether a sequence slot has room for at least [`KEYS_PER_QUERY`].
 pub(super) fn has_many_keys(problem: &Attention) -> bool {
     let (rows, seqs) = (problem.num_rows as i64, (problem.max_seqs as i64).max(1));
-    let capacity = match problem.keys.storage {
-        KeyStorage::Contiguous { total } => total as i64 / seqs,
+    keys_per_slot(problem) >= KEYS_PER_QUERY * ((rows + seqs - 1) / seqs)
+}
+
+/// Keys for which a sequence slot has room: packed ones on average.
+pub(super) fn keys_per_slot(problem: &Attention) -> i64 {
+    match problem.keys.storage {
+        KeyStorage::Contiguous { total } => (total / problem.max_seqs.max(1)) as i64,
         KeyStorage::Paged(table) => table.capacity() as i64,
-    };
-    capacity >= KEYS_PER_QUERY * ((rows + seqs - 1) / seqs)
+    }
 }
 
 /// The tiles for the call's types, sizes and options.

@@ -2,10 +2,11 @@
 //! CTA's, all sequences take a kernel whose keys are divided between CTAs (split-KV).
 
 use super::hopper::HopperPrefill;
-use super::hopper_split_kv::{self, has_many_keys};
+use super::hopper_split_kv::{self, has_many_keys, keys_per_slot};
 use super::split_times::{Times, parts, tiles};
 use super::{Call, Launches, MAX_SHORT_ROWS, decode, row_masks};
 use crate::error::Result;
+use crate::problem::attention::Attention;
 
 /// Strategy: one launch for all sequences, of any length, of a call that a kernel with split keys computes in less time than prefill.
 pub(super) fn launches<'c>(call: &Call<'c>) -> Result<Option<Launches<'c>>> {
@@ -30,8 +31,18 @@ pub(super) fn launches<'c>(call: &Call<'c>) -> Result<Option<Launches<'c>>> {
 /// instead of 17.9 with 48/1 heads, and 13.4 instead of 12.4 with 32/1 (H200).
 const LARGE_GROUP_TILES: i64 = 3;
 
-/// Keys per sequence of such calls, at least. Fewer have not been measured.
-const LARGE_GROUP_KEYS: usize = 2048;
+/// Tiles of all sequences from which on two per query are, too, and keys per sequence of either, at least. Fewer keys are only where
+/// their tiles of decode are slowest ([`least_keys`]).
+const SEVERAL_TILES: i64 = 8;
+const LARGE_GROUP_KEYS: i64 = 2048;
+const LEAST_KEYS: i64 = 512;
+
+/// Keys per sequence from which on larger tiles are faster than two of decode per query (H200): 1.1 to 1.5 times over 8 bits and at D 64
+/// and 256 in 16 bits, 1.0 to 1.16 at D 128. Over caches with scales they are so only in some calls.
+fn least_keys(problem: &Attention) -> Option<i64> {
+    let is_fast = problem.kv_dtype.size() == 2 && (65..=128).contains(&problem.head_dim.max(problem.value_dim));
+    problem.scale_cache.is_none().then_some(if is_fast { LARGE_GROUP_KEYS } else { LEAST_KEYS })
+}
 
 /// Strategy: calls of short sequences in which one query has the rows of several tiles of decode, because a KV head has more than 16
 /// query heads. Each tile would read the keys; larger tiles read them once.
@@ -40,10 +51,11 @@ pub(super) fn launches_of_large_groups<'c>(call: &Call<'c>) -> Result<Option<Lau
     if call.group() <= MAX_SHORT_ROWS || !decode::are_short(call) || problem.batch_invariant {
         return Ok(None);
     }
-    let are_many = tiles(call, call.decode.rows(), call.group()) > i64::from(device.sms);
-    let are_large = parts(call.group(), call.decode.rows()) >= LARGE_GROUP_TILES
-        && problem.keys.storage.capacity().1 >= LARGE_GROUP_KEYS;
-    if (are_many || are_large)
+    let (tiles, keys) = (tiles(call, call.decode.rows(), call.group()), keys_per_slot(problem));
+    let are_many = tiles > i64::from(device.sms);
+    let are_large = parts(call.group(), call.decode.rows()) >= LARGE_GROUP_TILES && keys >= LARGE_GROUP_KEYS;
+    let are_several = tiles >= SEVERAL_TILES && least_keys(problem).is_some_and(|least| keys >= least);
+    if (are_many || are_large || are_several)
         && let Some(launches) = hopper_split_kv::launches(call)?
     {
         return Ok(Some(launches));
@@ -63,7 +75,7 @@ mod tests {
     use super::*;
     use crate::cuda::device::Device;
     use crate::problem::KvScaleCache;
-    use crate::problem::attention::{Attention, KeyStorage, Keys, PageTable, Queries};
+    use crate::problem::attention::{KeyStorage, Keys, PageTable, Queries};
     use crate::tensor::{DType, Tensor};
 
     const ALL: (i32, i32) = (1, i32::MAX);
@@ -163,6 +175,8 @@ mod tests {
         for (problem, on_hopper, elsewhere) in [
             (of(64, [48, 1]), split, row_masks),
             (of(1, [48, 1]), split, "attention_bf16_128_decode_8warps_none"),
+            (of(4, [32, 1]), split, "attention_bf16_128_decode_8warps_none"),
+            (of(8, [64, 2]), split, "attention_bf16_128_decode_8warps_none"),
             (of(128, [32, 1]), split, row_masks),
             (of(64, [128, 2]), split, row_masks),
             // Hopper's prefill would have as many tiles.
@@ -174,7 +188,6 @@ mod tests {
         }
         for problem in [
             of(1, [32, 1]),
-            of(8, [64, 2]),
             of(64, [16, 1]),
             Attention { q: Tensor { dtype: DType::F32, ..of(1, [8, 1]).q }, kv_dtype: DType::F32, ..of(64, [48, 1]) },
         ] {
