@@ -35,6 +35,9 @@ template <typename Shape, typename T, typename Stored, typename Scales = NoToken
 class DecodeLoop {
   using Math = TileMath<T, Stored, typename Shape::Rows, 1, Shape::kKeys, Shape::kWarpColumns, Shape::kTileRows>;
   static constexpr int kStages = Shape::kStages, kStep = Shape::kKeys * Shape::kKeyWarps;
+  /// Whether three CTAs of longer rows share the registers of an SM. Numbers of the thread are then computed where they
+  /// are used.
+  static constexpr bool kIsTight = sizeof(Stored) == 2 && Shape::kRowBytes >= 256 && Shape::kCtasPerSm == 3;
   /// Loads whose addresses are computed together.
   static constexpr int kLoads = Shape::kHoldsAddresses ? Shape::kKeys / kTokensPerLoad : 1;
 
@@ -154,8 +157,8 @@ class DecodeLoop {
 
   /// Shared address of a stage's block of K; the block of V follows it.
   __device__ __forceinline__ uint32_t keys(int32_t stage) const {
-    // The loop over the longest rows has no register left for the address of the warp's ring.
-    const uint32_t warp = opaque_if<(Shape::kRowBytes >= 1024)>(threadIdx.x) / 32;
+    // Loops without a spare register do not keep the address of the warp's ring.
+    const uint32_t warp = opaque_if<(Shape::kRowBytes >= 1024 || kIsTight)>(threadIdx.x) / 32;
     return rings_ + warp * Shape::kRingBytes + stage * 2 * Shape::kBlockBytes;
   }
 
@@ -207,7 +210,7 @@ class DecodeLoop {
   const WorkTile& work_;
   uint32_t rings_;
   int32_t first_key_;
-  PageTableReader<Shape::kKeys, kStep, (Shape::kRowBytes < 1024), kHasTokenScales<Stored>> slots_;
+  PageTableReader<Shape::kKeys, kStep, (Shape::kRowBytes < 1024), kHasTokenScales<Stored> || kIsTight> slots_;
   DecodeLoader<Stored, Shape::kWarpColumns, Shape::kBlockBytes, Shape::kHoldsAddresses> loader_;
   Scales scales_;
 };

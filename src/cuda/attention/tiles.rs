@@ -11,9 +11,6 @@ use crate::problem::attention::{Attention, KeyStorage};
 use crate::tensor::DType;
 use std::f32::consts::LOG2_E;
 
-/// With more tiles per SM decode takes the third CTA per SM, where the tile table has three.
-const MAX_FEW_TILES_PER_SM: usize = 4;
-
 impl AttentionTile {
     /// The tile of `shape` with the smallest head dimension that is at least D and Dv.
     pub(super) fn of(problem: &Attention, shape: &str) -> Result<&'static Self> {
@@ -110,17 +107,17 @@ impl AttentionTile {
         self.bytes_for(problem) + if problem.batch_invariant { self.fixed_splits_bytes() } else { 0 }
     }
 
-    /// CTAs per SM of a decode launch: `ctas_per_sm`, but of three only two if there are few tiles. These saturate DRAM too, and
-    /// the ranges are longer. Many tiles are short, so a third CTA hides their starts and ends; and where loads straddle
-    /// pages, it hides the arithmetic of addresses.
+    /// CTAs per SM of a decode launch: `ctas_per_sm`, but of three only two if these have as few waves of whole tiles, as up to two tiles per SM
+    /// and from three to four. Two saturate DRAM too, and the ranges are longer. Many tiles are short, so a third CTA hides their starts and ends;
+    /// and where loads straddle pages, it hides the arithmetic of addresses.
     pub(super) fn decode_ctas_per_sm(&self, problem: &Attention, device: &Device) -> u32 {
         let tiles = problem.max_seqs.min(problem.num_rows) * problem.num_kv_heads;
         let fits_pages = match problem.keys.storage {
             KeyStorage::Contiguous { .. } => true,
             KeyStorage::Paged(table) => table.page_size.is_multiple_of(TOKENS_PER_LOAD as usize),
         };
-        let is_few = fits_pages && tiles <= MAX_FEW_TILES_PER_SM * device.sms as usize;
-        if self.ctas_per_sm == 3 && is_few { 2 } else { self.ctas_per_sm }
+        let waves = |ctas_per_sm: usize| tiles.div_ceil(ctas_per_sm * device.sms as usize);
+        if self.ctas_per_sm == 3 && fits_pages && waves(2) <= waves(3) { 2 } else { self.ctas_per_sm }
     }
 
     /// Dynamic shared memory of a decode launch: enough that at most `decode_ctas_per_sm` CTAs fit on an SM. Those saturate
@@ -297,7 +294,7 @@ mod tests {
     }
 
     #[test]
-    fn few_tiles_of_8_bit_caches_have_two_ctas_per_sm() {
+    fn few_tiles_have_two_ctas_per_sm() {
         let device = super::super::tests::device(true);
         let ctas = |seqs, kv_dtype, dim, page_size| {
             let sizes = super::super::tests::problem(seqs, seqs, 8, dim);
@@ -309,10 +306,12 @@ mod tests {
             assert_eq!(device.resident_blocks(tile.decode_shared_memory(&problem, &device), 8), device.sms * ctas);
             ctas
         };
-        assert_eq!([1, 264, 265, 1000].map(|seqs| ctas(seqs, DType::F8E4M3FN, 128, 16)), [2, 2, 3, 3]);
+        // Two KV heads, 132 SMs.
+        let seqs = [1, 132, 133, 198, 199, 264, 265, 1000];
+        assert_eq!(seqs.map(|seqs| ctas(seqs, DType::F8E4M3FN, 128, 16)), [2, 2, 3, 3, 2, 2, 3, 3]);
         assert_eq!([1, 8, 24, 32].map(|page_size| ctas(4, DType::F8E5M2, 96, page_size)), [3, 3, 3, 2]);
         assert_eq!([64, 256, 512].map(|dim| ctas(4, DType::F8E4M3FN, dim, 16)), [4, 2, 2]);
-        assert_eq!(ctas(256, DType::BF16, 128, 16), 2);
+        assert_eq!([32, 64, 96, 128, 192].map(|dim| ctas(265, DType::BF16, dim, 16)), [3, 3, 2, 3, 2]);
     }
 
     #[test]
