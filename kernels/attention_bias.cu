@@ -35,6 +35,7 @@ __device__ __forceinline__ void attend_tile(const AttentionParams& params, const
   BiasTile<Shape, T> tile(params, bias, work, warp_row, shared);
   const logits_bias<Shape, T> transform(params, tile);
   attend_with_rows<Shape, T, T>(state, params, work, query_rows + Shape::kRingsOffset, warp_row, query_rows, transform);
+  transform.finish(state);
   const RowWriter<T, false> writer(params, work.tile, work.kv_head);
   write_warp_rows<Shape, T>(params, writer, state, warp_row, first_warp_column<Shape>(),
                             shared + warp_row * Shape::kQueryPitch, transform.log2_unit());

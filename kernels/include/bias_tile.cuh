@@ -13,11 +13,13 @@
 // Rows of 1024 bytes leave no shared memory on GPUs that have 99 KB: their bias is loaded into registers.
 #pragma once
 
+#include <cmath>
 #include <cstdint>
 #include <type_traits>
 
 #include "column_warps.cuh"
 #include "element.cuh"
+#include "loaded_bias.cuh"
 #include "log2_units.cuh"
 #include "logits_transform.cuh"
 #include "params/attention.cuh"
@@ -150,14 +152,7 @@ class BiasTile {
       if constexpr (!kStages) {
         for_lane_rows([&](int tile, int half) {
           const int64_t row = bias_row(bias_, table()[place.row_of(tile, half)]);
-#pragma unroll
-          for (int block = 0; block < kKeyTiles; ++block) {
-#pragma unroll
-            for (int i = 0; i < 2; ++i) {
-              const int32_t key = first_key + 8 * block + 2 * (place.lane % 4) + i;
-              loaded_[tile][half][block][i] = has_bias(bias_, row, key) ? load_bias_bits<E>(bias_, row, key) : 0;
-            }
-          }
+          loaded_[tile].template load<E>(bias_, half, row, first_key);
         });
       } else if (first_warp_column<Shape>() == 0) {
         if (first_key > whole_until(place.row)) return stage_chunks<E>(place, first_key);
@@ -220,13 +215,7 @@ class BiasTile {
         });
       };
       if constexpr (!kStages) {
-        for_lane_rows([&](int tile, int half) {
-#pragma unroll
-          for (int block = 0; block < kKeyTiles; ++block) {
-            const uint32_t (&bits)[2] = loaded_[tile][half][block];
-            add_pair(scores[tile][block], half, make_float2(bias_of_bits<E>(bits[0]), bias_of_bits<E>(bits[1])));
-          }
-        });
+        for_lane_rows([&](int tile, int half) { loaded_[tile].template add<E>(scores[tile], half, factor, 1.0f); });
       } else if (bias_.keys % 2 == 0) {
         add_staged(std::true_type{});
       } else {
@@ -315,7 +304,7 @@ class BiasTile {
 
   const BiasSource& bias_;
   uint8_t* const shared_;
-  uint32_t loaded_[Shape::kRowTiles][2][kKeyTiles][2];  // unless kStages: the bits of the fetched block
+  LoadedBias<kKeyTiles> loaded_[Shape::kRowTiles];  // unless kStages: of the fetched block
 };
 
 /// Softmax scale, soft cap and ALiBi, then the bias: scores become logits.
@@ -354,6 +343,18 @@ struct logits_bias : logits_softcap_alibi {
       factor *= work.score_factor;
     }
     bias_.add(scores, factor);
+  }
+  /// Clears the sums of rows whose largest logit is -inf in base 2. Programs mask keys with the lowest f32 or bf16,
+  /// too; rows in which these hide all keys attend to none.
+  template <typename State>
+  __device__ __forceinline__ void finish(State& state) const {
+#pragma unroll
+    for (int tile = 0; tile < Shape::kRowTiles; ++tile) {
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        if (state.max[tile][half] * kLog2E == -INFINITY) state.sum[tile][half] = 0.0f;
+      }
+    }
   }
 };
 

@@ -29,9 +29,9 @@ __device__ __forceinline__ int32_t first_block_key(const KeyRange& keys) {
 }
 
 /// Streams the warp's keys of a work tile through its ring of kStages stages. A stage is a block of K followed by the
-/// block of V, copied as one cp.async group, with their `Scales` if rows have some.
+/// block of V, copied as one cp.async group, with their `Scales` if rows have some. `Bias` is added to scores.
 template <typename Shape, typename T, typename Stored, typename Scales = NoTokenScales,
-          typename State_ = SoftmaxState<1, Shape::kWarpColumns / 8, Shape::kTileRows>>
+          typename State_ = SoftmaxState<1, Shape::kWarpColumns / 8, Shape::kTileRows>, typename Bias = NoBias>
 class DecodeLoop {
   using Math = TileMath<T, Stored, typename Shape::Rows, 1, Shape::kKeys, Shape::kWarpColumns, Shape::kTileRows>;
   static constexpr int kStages = Shape::kStages, kStep = Shape::kKeys * Shape::kKeyWarps;
@@ -48,20 +48,22 @@ class DecodeLoop {
 
   /// `rings` is the shared address of the CTA's rings. Issues the first loads of page ids.
   __device__ __forceinline__ DecodeLoop(const AttentionParams& params, const WorkTile& work, uint32_t rings,
-                                        const Scales& scales = {})
+                                        const Scales& scales = {}, const Bias& bias = {})
       : params_(params),
         work_(work),
         rings_(rings),
         first_key_(first_block_key<Shape>(work.keys)),
         slots_(params, work, first_key_),
         loader_(params, work, first_warp_column<Shape>()),
-        scales_(scales) {}
+        scales_(scales),
+        bias_(bias) {}
 
   /// Starts to copy the first blocks and waits for the query rows, whose copies to shared address `query_rows` are
   /// already committed as the most recent cp.async group.
   __device__ __forceinline__ Query begin(uint32_t query_rows) {
 #pragma unroll 1
     for (int32_t stage = 0; stage < kStages; ++stage) fetch(stage, first_key_ + stage * kStep);
+    bias_.fetch(first_key_);
     ptx::cp_async_wait<kStages>();
     __syncthreads();
     Query query(query_rows + first_warp_column<Shape>() * static_cast<int32_t>(sizeof(T)),
@@ -125,7 +127,7 @@ class DecodeLoop {
   /// Updates `state` by the blocks of a stage, which begin at `key`.
   template <typename LogitsTransform>
   __device__ __forceinline__ void attend_block(State& state, const Query& query, const LogitsTransform& transform,
-                                               int32_t stage, int32_t key) const {
+                                               int32_t stage, int32_t key) {
     wait_for_blocks(stage, key);
     float scores[1][Shape::kKeys / 8][4];
     Math::scores(scores, query, keys(stage), params_);
@@ -137,7 +139,7 @@ class DecodeLoop {
                                           [] { __syncthreads(); });
     }
     attend_scores<Math, T, Stored>(state, scores, transform, scales_, params_, work_, stage, key,
-                                   keys(stage) + Shape::kBlockBytes);
+                                   keys(stage) + Shape::kBlockBytes, bias_);
     // All lanes must have read the blocks before they are overwritten.
     __syncwarp();
   }
@@ -213,6 +215,7 @@ class DecodeLoop {
   PageTableReader<Shape::kKeys, kStep, (Shape::kRowBytes < 1024), kHasTokenScales<Stored> || kIsTight> slots_;
   DecodeLoader<Stored, Shape::kWarpColumns, Shape::kBlockBytes, Shape::kHoldsAddresses> loader_;
   Scales scales_;
+  Bias bias_;
 };
 
 }  // namespace xa

@@ -79,6 +79,74 @@ fn biases_of_long_sequences_agree_with_the_reference() {
     }
 }
 
+/// Few queries, whose keys are divided between CTAs: one tile of decode per sequence, several, and empty sequences.
+#[test]
+fn few_queries_over_many_keys_agree_with_the_reference() {
+    let lengths: [&[(usize, usize)]; 4] = [
+        &[(1, 700), (1, 33), (0, 20), (1, 2001), (1, 1)],
+        &[(5, 2000), (0, 300), (16, 700), (1, 1500), (3, 2), (17, 640)],
+        &[(9, 3001)],
+        &[(70, 1803), (1, 1), (1, 2500)],
+    ];
+    for seed in 0..24_usize {
+        let dtypes = [Dtypes::same(BF16), Dtypes::same(F32), Dtypes::same(F16), Dtypes::wide(BF16, BF16)][seed % 4];
+        let spec = BatchSpec {
+            dtypes,
+            heads: [(8, 2), (7, 1), (4, 4), (16, 1), (20, 1)][seed % 5],
+            head_dim: [64, 128, 256, 80, 512][seed % 5],
+            lengths: lengths[seed / 2 % 4].to_vec(),
+            mask: [Mask::FULL, Mask::CAUSAL, Mask::window(900, 30), Mask::CAUSAL.top_left()][seed / 3 % 4],
+            bias: Some(BiasForm::ALL[seed / 2 % BiasForm::ALL.len()]),
+            q_offset: false,
+            ..spec(seed)
+        };
+        let mut case = AttentionCase::flash(&spec.batch(), &layout(seed));
+        assert_named_matches_reference(&format!("{seed}: {spec:?}"), &mut case);
+    }
+}
+
+/// The lowest numbers of f32 and bf16, with which programs mask keys, are -inf in base 2. They hide keys, also all of a row.
+#[test]
+fn the_lowest_biases_hide_keys_as_minus_infinity_does() {
+    let lengths = [(1, 5001), (3, 2000), (40, 700), (150, 290)];
+    for (dtype, bias_dtype, head_dim) in [(F32, F32, 64), (BF16, BF16, 128), (BF16, F32, 64), (BF16, BF16, 256)] {
+        for (rows, keys) in lengths {
+            let (dtypes, lengths, bias) = (dtype.into(), vec![(rows, keys)], Some(BiasForm::SHARED));
+            let spec = BatchSpec { dtypes, heads: (4, 2), head_dim, lengths, bias, ..BatchSpec::default() };
+            let with = |hidden: f64| {
+                let mut batch = BatchSpec { bias: None, ..spec.clone() }.batch();
+                let of = |_, _, row: usize, key: usize| {
+                    if row.is_multiple_of(2) || key.is_multiple_of(3) { hidden } else { 0.5 }
+                };
+                batch.bias = Some(BatchBias { dtype: bias_dtype, ..bias_of(&spec, of) });
+                batch
+            };
+            let lowest = if bias_dtype == F32 { f64::from(f32::MIN) } else { f64::from(f32::from_bits(0xff7f_0000)) };
+            let layout = MemoryLayout { workspace: Some(19_000_001), ..MemoryLayout::contiguous().bare() };
+            let of_lowest = AttentionCase::flash(&with(lowest), &layout).invocation();
+            let (_, bias) = of_lowest.operands.iter().find(|(name, _)| *name == "bias").unwrap();
+            let infinite = with(f64::NEG_INFINITY);
+            let calls = [
+                AttentionCase::flash(&infinite, &layout).invocation(),
+                GradientCase::store(&infinite, &layout, GradientOptions::ALL).invocation(),
+            ];
+            let calls = calls.map(|infinite| {
+                let mut lowest = infinite.clone();
+                lowest.operands.iter_mut().find(|(name, _)| *name == "bias").unwrap().1 = bias.clone();
+                [lowest, infinite]
+            });
+            for_both_sides(|side| {
+                for [lowest, infinite] in &calls {
+                    let what = format!("{dtype:?} {bias_dtype:?} {head_dim} {rows} over {keys}");
+                    for (at, (one, other)) in results(lowest, side).iter().zip(results(infinite, side)).enumerate() {
+                        assert!(one.values() == other.values(), "{what}: result {at} of {}", lowest.target);
+                    }
+                }
+            });
+        }
+    }
+}
+
 #[test]
 fn gradients_with_biases_over_several_blocks_agree_with_the_reference() {
     for seed in 0..20 {
@@ -239,6 +307,24 @@ mod on_their_own_gpu {
     use crate::support::device::Gpu;
 
     const F32_OWN: BiasForm = BiasForm { dtype: Some(F32), ..BiasForm::OWN };
+
+    #[test]
+    fn few_queries_are_decoded() {
+        let Some(gpu) = Gpu::with_tuned_kernels_or_skip() else { return };
+        for (dtype, head_dim, lengths, kernel) in [
+            (BF16, 64, vec![(1, 900); 3], "bf16_64_decode"),
+            (F16, 128, vec![(5, 9002)], "f16_128_decode_8warps"),
+            (BF16, 128, vec![(1, 90); 70], "bf16_128_decode"),
+            (F32, 256, vec![(1, 901)], "f32_256_decode"),
+            (BF16, 512, vec![(2, 902)], "bf16_512_decode"),
+        ] {
+            let (dtypes, bias) = (dtype.into(), Some(BiasForm::SHARED));
+            let spec = BatchSpec { dtypes, heads: (4, 2), head_dim, lengths, bias, ..BatchSpec::default() };
+            AttentionCase::flash(&spec.batch(), &MemoryLayout::contiguous())
+                .invocation()
+                .assert_logs(&gpu, &[&format!("attention_bias_decode_{kernel} with")]);
+        }
+    }
 
     /// Run under compute-sanitizer's slower tools: short, with a call of every kernel.
     #[test]

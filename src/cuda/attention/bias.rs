@@ -1,15 +1,17 @@
-//! Calls with a bias of pairs of rows and keys: on Hopper by a variant of prefill, elsewhere and for what that does not take by a
-//! portable kernel. No other kernel knows of it.
+//! Calls with a bias of pairs of rows and keys: few queries by decode, whose keys are divided between CTAs; others on Hopper by a
+//! variant of prefill, elsewhere and for what that does not take by a portable kernel. No other kernel knows of it.
 
 use super::hopper::HopperPrefill;
+use super::hopper_split_kv::has_many_keys;
 use super::loaded_bias::loaded_bias;
 use super::params::check_dense;
+use super::split_times::Times;
 use super::tiles::AttentionTile;
-use super::{Call, Launch, Launches, Parameter, UNLIMITED, longest_or_mean_queries};
+use super::{Call, Launch, Launches, Parameter, UNLIMITED, decode, longest_or_mean_queries};
 use crate::cuda::device::Device;
 use crate::cuda::enqueue::LaunchConfig;
 use crate::cuda::params::attention::AttentionParams;
-use crate::cuda::params::bias::{BiasParams, BiasSource};
+use crate::cuda::params::bias::BiasSource;
 use crate::cuda::variants;
 use crate::error::{Error, Result};
 use crate::problem::attention::{Attention, Bias, KeyStorage};
@@ -53,11 +55,15 @@ impl AttentionTile {
     }
 }
 
-/// Takes every call with a bias: one launch for the sequences of all lengths, a CTA per tile and KV head.
+/// Takes every call with a bias: one launch for the sequences of all lengths, by decode, or with a CTA per tile and KV head.
 pub(super) fn launches<'c>(call: &Call<'c>) -> Result<Option<Launches<'c>>> {
     let problem = call.problem;
     let Some(bias) = &problem.score.bias else { return Ok(None) };
-    if let Some(prefill) = hopper(problem, &call.device) {
+    let prefill = hopper(problem, &call.device);
+    if let Some(launches) = few_queries(call, prefill)? {
+        return Ok(Some(launches));
+    }
+    if let Some(prefill) = prefill {
         let mut launches = prefill.launch_for_all(call)?;
         let copy = loaded_bias(problem).map(|bias| bias.copy_launch(Parameter::CopyRows)).transpose()?;
         launches.list.splice(0..0, copy.flatten());
@@ -73,9 +79,24 @@ pub(super) fn launches<'c>(call: &Call<'c>) -> Result<Option<Launches<'c>>> {
     let shared_memory = tile.bytes_with_bias(bias_bytes);
     let config = LaunchConfig { grid: [ctas as u32, 1, 1], threads: tile.threads(), shared_memory };
     let attention = AttentionParams { clears_padding_rows: 1, ..call.params_for(1, UNLIMITED) };
-    let params = BiasParams { attention, bias: BiasSource::new(bias, problem.q.dtype.size())? };
-    let list = vec![Launch::new(KERNEL, variant, config, Parameter::Bias(Box::new(params)))];
+    let list = vec![Launch::new(KERNEL, variant, config, call.parameter(&attention))];
     Ok(Some(Launches { list, store_new_tokens: false }))
+}
+
+/// Decode, if it takes less time than prefill, which is `hopper` or portable. What is chosen depends on the batch, so none with
+/// `batch_invariant`.
+fn few_queries<'c>(call: &Call<'c>, hopper: Option<HopperPrefill>) -> Result<Option<Launches<'c>>> {
+    if call.problem.batch_invariant {
+        return Ok(None);
+    }
+    if let Some(launches) = decode::launches_of_short(call)? {
+        return Ok(Some(launches));
+    }
+    if !has_many_keys(call.problem) {
+        return Ok(None);
+    }
+    let times = Times::of(call, hopper)?;
+    if times.decode <= times.most { decode::launches_with_split_keys(call) } else { Ok(None) }
 }
 
 /// Hopper's kernel for the call. What is chosen depends on the batch, so none with `batch_invariant`.
@@ -102,10 +123,11 @@ fn kernel_for(problem: &Attention, bias_bytes: u32, device: &Device) -> Result<(
 #[cfg(test)]
 mod tests {
     use super::super::hopper::tests::ragged;
+    use super::super::hopper_split_kv::tests::few_queries;
     use super::super::tests::{device, named_on, problem};
     use super::*;
     use crate::problem::Op;
-    use crate::problem::attention::Score;
+    use crate::problem::attention::{Keys, Score};
     use crate::problem::workspace::{AttentionSizes, BiasSizes};
     use crate::tensor::{DType, Tensor};
     use std::ptr::{null, null_mut};
@@ -138,14 +160,40 @@ mod tests {
 
     #[test]
     fn one_launch_takes_all_sequences_of_a_call_with_a_bias() {
-        for (rows, seqs, dtype) in [(1, 1, DType::BF16), (64, 64, DType::F32), (5000, 7, DType::BF16)] {
-            let call = biased(&problem(rows, seqs, 8, 96), dtype);
-            for capability in [80, 90, 120] {
+        let (prefill, decode) = ("attention_bias_bf16_128", "attention_bias_decode_bf16_128_decode");
+        for (rows, seqs, dtype, batch_invariant, kernel) in [
+            (1, 1, DType::BF16, false, "attention_bias_decode_bf16_128_decode_8warps"),
+            (64, 64, DType::F32, false, "attention_bias_decode_bf16_128_decode_8warps"),
+            (256, 256, DType::F32, false, decode),
+            (64, 64, DType::F32, true, prefill),
+            (5000, 7, DType::BF16, false, prefill),
+        ] {
+            let call = Attention { batch_invariant, ..biased(&problem(rows, seqs, 8, 96), dtype) };
+            for capability in [80, 90] {
                 let device = Device { capability, ..device(true) };
-                assert_eq!(named_on(&call, &device), [("attention_bias_bf16_128", 1, i32::MAX)]);
+                assert_eq!(named_on(&call, &device), [(kernel, 1, i32::MAX)]);
             }
         }
         assert!(named_on(&problem(64, 64, 8, 96), &device(true)).iter().all(|(name, ..)| !name.contains("bias")));
+    }
+
+    #[test]
+    fn few_queries_over_many_keys_are_decoded() {
+        let named = |seqs: usize, queries: usize, keys: usize, dtype: DType| {
+            let plain = few_queries(seqs, queries, [32, 8]);
+            let keys = Keys { storage: KeyStorage::Contiguous { total: seqs * keys }, ..plain.keys };
+            let bias = Bias { data: null(), dtype, seqs, heads: 1, rows: queries, keys: 4096 };
+            let call = Attention { keys, score: Score { bias: Some(bias), ..plain.score }, ..plain };
+            named_on(&call, &device(true))[0].0
+        };
+        let decode = "attention_bias_decode_bf16_128_decode";
+        for dtype in [DType::BF16, DType::F32] {
+            assert_eq!(named(1, 8, 4096, dtype), format!("{decode}_8warps"));
+            assert_eq!(named(32, 5, 4096, dtype), decode);
+            assert_eq!(named(4, 32, 4096, dtype), format!("{decode}_8warps"));
+            assert_eq!(named(4, 32, 128, dtype), "attention_bias_bf16_128");
+        }
+        assert_eq!(named(4, 512, 4096, DType::BF16), "hopper_bias_bf16_128");
     }
 
     #[test]

@@ -27,7 +27,7 @@ mod token_scales;
 use super::device::Device;
 use super::kernel_launch;
 use super::params::attention::{AttentionParams, NewTokens};
-use super::params::bias::{BiasParams, CopyRowsParams};
+use super::params::bias::{BiasParams, BiasSource, CopyRowsParams};
 use super::params::key_ranges::KeyRangeParams;
 use super::params::token_scales::TokenScaleParams;
 use super::params::tree_mask::RowMaskParams;
@@ -84,13 +84,15 @@ struct Call<'c> {
     new_tokens: Option<NewTokens>,
     /// The tile of decode.
     decode: &'static AttentionTile,
+    bias: Option<BiasSource>,
 }
 
 impl<'c> Call<'c> {
     fn new(problem: &'c Attention, update: Option<&KvCacheUpdate>, device: Device) -> Result<Self> {
         let params = AttentionParams::new(problem, &device)?;
         let new_tokens = update.and_then(NewTokens::of);
-        Ok(Self { problem, device, params, new_tokens, decode: AttentionTile::decode(problem, &device)? })
+        let bias = problem.score.bias.map(|bias| BiasSource::new(&bias, problem.q.dtype.size())).transpose()?;
+        Ok(Self { problem, device, params, new_tokens, decode: AttentionTile::decode(problem, &device)?, bias })
     }
 
     fn rows(&self) -> i64 {
@@ -139,9 +141,10 @@ impl<'c> Call<'c> {
 
     /// The parameter of a launch of the kernel of an [`AttentionTile`].
     fn parameter(&self, params: &AttentionParams) -> Parameter<'c> {
-        match &self.problem.scale_cache {
-            None => Parameter::Attention(*params),
-            Some(scales) => Parameter::TokenScales(Box::new(TokenScaleParams::new(params, scales))),
+        match (&self.problem.scale_cache, self.bias) {
+            (None, None) => Parameter::Attention(*params),
+            (Some(scales), _) => Parameter::TokenScales(Box::new(TokenScaleParams::new(params, scales))),
+            (None, Some(bias)) => Parameter::Bias(Box::new(BiasParams { attention: *params, bias })),
         }
     }
 }

@@ -13,7 +13,7 @@ struct Costs {
     /// A tile of decode on one SM; and where a call has no more tiles than SMs, so that several CTAs share each: the tiles of a
     /// sequence are then split nearly alike, and their CTAs read the same keys at the same time.
     decode: [i64; 2],
-    /// A tile of `attention_row_masks` on one SM, which is not built for caches with scales.
+    /// A tile of `attention_row_masks` on one SM, which is not built for caches with scales and a bias.
     row_masks: Option<i64>,
     /// A wave of portable prefill: a CTA per SM, or two.
     prefill: [i64; 2],
@@ -32,6 +32,9 @@ impl Costs {
             (1, false) => {
                 let hopper = if has_8_bit_query { 10 } else { 16 };
                 Self { decode: [10; 2], row_masks: Some(33), prefill: [50, 70], hopper }
+            }
+            (2, _) if problem.score.bias.is_some() => {
+                Self { decode: [16, 11], row_masks: None, prefill: [55, 74], hopper: 16 }
             }
             (2, _) => Self { decode: [16, 11], row_masks: Some(28), prefill: [40, 58], hopper: 14 },
             _ if is_wide => Self { decode: [165; 2], row_masks: Some(280), prefill: [220, 440], hopper: 220 },

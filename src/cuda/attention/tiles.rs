@@ -23,13 +23,18 @@ impl AttentionTile {
     /// The tiles of `shape` for the type of K and V whose head dimension is at least D and Dv.
     pub(super) fn serving(problem: &Attention, shape: &str) -> impl Iterator<Item = &'static Self> {
         let (bytes, head_dim) = (problem.kv_dtype.size(), problem.head_dim.max(problem.value_dim));
-        let has_shape = move |t: &Self| match problem.scale_cache {
-            None => t.shape == shape,
-            // Not every tile is built with scales. Past 256 columns they leave no room for as many keys in prefill.
-            Some(_) => {
+        // Not every tile is built with scales, or with a bias in decode. Past 256 columns scales leave no room for as many keys in
+        // prefill.
+        let has_shape = move |t: &Self| match (problem.scale_cache.is_some(), problem.score.bias.is_some()) {
+            (true, _) => {
                 (t.shape == shape || t.shape.strip_suffix("_scales") == Some(shape))
                     && variants::has("attention_token_scales", &["i8", t.head_dim_value, t.shape])
             }
+            (false, true) if shape != "prefill" => {
+                let dtype = variants::dtype_value(problem.kv_dtype);
+                t.shape == shape && variants::has("attention_bias_decode", &[dtype, t.head_dim_value, shape])
+            }
+            _ => t.shape == shape,
         };
         let serves = move |t: &&Self| t.bytes as usize == bytes && t.head_dim as usize >= head_dim && has_shape(t);
         ATTENTION.iter().filter(serves)
@@ -55,8 +60,11 @@ impl AttentionTile {
         Ok(with_8_warps.filter(|_| is_few && !problem.batch_invariant).unwrap_or(tile))
     }
 
-    /// The name of the tiles' kernel for the problem.
+    /// The name of the tiles' kernel for the problem; with a bias that of decode.
     pub(super) fn kernel(problem: &Attention, device: &Device) -> &'static str {
+        if problem.score.bias.is_some() {
+            return "attention_bias_decode";
+        }
         match (problem.kv_dtype.size() == 1, problem.scale_cache.is_some(), converts_fp8(device)) {
             (false, ..) => "attention",
             (true, false, true) => "attention_fp8",
@@ -69,8 +77,8 @@ impl AttentionTile {
     /// The variant of the kernel: its index in the table of variants.
     pub(super) fn variant(&self, problem: &Attention, device: &Device) -> Result<usize> {
         let values = [kv_dtype_value(problem, device), self.head_dim_value, self.shape, logits_value(problem)];
-        // With token scales there is no axis of logits.
-        let axes = if problem.scale_cache.is_some() { 3 } else { 4 };
+        // With token scales or a bias there is no axis of logits.
+        let axes = if problem.scale_cache.is_some() || problem.score.bias.is_some() { 3 } else { 4 };
         variants::find(Self::kernel(problem, device), &values[..axes])
     }
 
@@ -130,7 +138,8 @@ impl AttentionTile {
 
     /// Factor from the kernel's scores to logits in base 2: `log2_unit()` of `kernels/include/logits_transform.cuh`.
     pub(super) fn log2_unit(problem: &Attention) -> f32 {
-        if transforms_logits(problem) { 1.0 } else { problem.score.softmax_scale * LOG2_E }
+        let transforms = transforms_logits(problem) || problem.score.bias.is_some();
+        if transforms { 1.0 } else { problem.score.softmax_scale * LOG2_E }
     }
 
     /// Additional shared memory of decode with `batch_invariant`: `kFixedSplitsBytes` of `kernels/include/tile_shape.cuh`.
