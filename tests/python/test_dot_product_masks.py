@@ -9,7 +9,7 @@ import pytest
 
 from dense_attention import dense_attention
 from test_dot_product_attention import tensors
-from xla_attention.jax import dot_product_attention
+from xla_attention.jax import _dot_product_call, dot_product_attention
 
 ROWS, KEYS = 17, 29
 POSITIONS = np.arange(KEYS)[None] - np.arange(ROWS)[:, None]
@@ -158,6 +158,18 @@ def test_a_bias_has_the_gradients_of_the_definition(platform, shape):
     check_bias(np.random.default_rng(9).standard_normal(shape).astype(np.float32), {}, True)
 
 
+def test_a_bias_of_wide_heads_has_the_gradients_of_the_definition(platform):
+    operands = [jnp.tile(x, 9) / 3 for x in tensors()]
+    bias = jnp.asarray(np.random.default_rng(9).standard_normal((1, 6, ROWS, KEYS)), jnp.float32)
+
+    def gradients(attend):
+        return jax.grad(lambda *x: jnp.sin(attend(*x)).sum(), (0, 1, 2, 3))(*operands, bias)
+
+    ours = gradients(lambda q, k, v, bias: dot_product_attention(q, k, v, bias))
+    for actual, expected in zip(ours, gradients(lambda *x: biased_attention(*x, True)), strict=True):
+        np.testing.assert_allclose(actual, expected, atol=1e-4, rtol=1e-4)
+
+
 @pytest.mark.parametrize(("options", "mask"), BESIDE_BIAS.values(), ids=BESIDE_BIAS)
 @pytest.mark.parametrize("wrap", [lambda f: f, jax.jit], ids=["eager", "jit"])
 def test_a_bias_joins_the_masks(platform, options, mask, wrap):
@@ -179,7 +191,8 @@ def check_bias(bias, options, mask, wrap=lambda f: f):
 def test_a_bias_gives_what_jax_gives(platform):
     bias, operands = jnp.linspace(-1, 1, 6 * ROWS * KEYS).reshape(1, 6, ROWS, KEYS), tensors()
     options = {"is_causal": True, "local_window_size": 6, "key_value_seq_lengths": np.int32([20, 29, 9])}
-    expected = jax.nn.dot_product_attention(*operands, bias, **options, return_residual=True)
+    with jax.default_matmul_precision("highest"):  # on GPUs JAX computes products of f32 in TF32
+        expected = jax.nn.dot_product_attention(*operands, bias, **options, return_residual=True)
     actual = dot_product_attention(*operands, bias, **options, return_residual=True)
     shown = (CAUSAL & (POSITIONS >= -6) & (np.arange(KEYS) < np.int32([20, 29, 9])[:, None, None])).any(-1)
     for ours, theirs in zip(actual, expected, strict=True):
@@ -232,12 +245,24 @@ def test_padding_ids_beside_a_bias(platform):
         np.testing.assert_allclose(ours, theirs, atol=3e-5)
 
 
+@pytest.fixture
+def copies_keys(monkeypatch):
+    """Keys that a mask shows are copied also for few queries, which otherwise take a bias."""
+    monkeypatch.setattr(_dot_product_call, "_MAX_BIAS_QUERIES", 0)
+
+
 @pytest.mark.parametrize("mask", [KEY_PADDING, LEFT_PADDING, SCATTERED, SCATTERED[:1], SCATTERED[0, 0, 0]])
 def test_a_traced_mask_of_keys_is_computed(platform, mask):
     check(jnp.asarray(mask), {})
     lengths = np.array([20, 3, 29])
     keys = (np.arange(KEYS) < lengths[:, None])[:, None, None]
     check(jnp.asarray(mask), {"key_value_seq_lengths": jnp.asarray(lengths)}, expected_mask=mask & keys)
+
+
+@pytest.mark.usefixtures("copies_keys")
+@pytest.mark.parametrize("mask", [KEY_PADDING, SCATTERED[:1]])
+def test_a_traced_mask_of_many_queries_is_computed(platform, mask):
+    test_a_traced_mask_of_keys_is_computed(platform, mask)
 
 
 @pytest.mark.parametrize("other", [{"is_causal": True}, {"local_window_size": 3}], ids=str)
@@ -334,6 +359,18 @@ def test_masks_have_gradients_and_vmap(platform, mask, options, traced):
         np.testing.assert_allclose(together[i], dense_attention(*(x[i] for x in many), wanted)[0], atol=3e-5, rtol=3e-5)
 
 
+@pytest.mark.usefixtures("copies_keys")
+def test_masks_of_many_queries_have_gradients_and_vmap(platform):
+    test_masks_have_gradients_and_vmap(platform, *MASKED["keys"])
+
+
+@pytest.mark.parametrize(("rows", "are_copied"), [(1, False), (64, False), (65, True)])
+def test_keys_are_sorted_and_copied_for_many_queries_only(rows, are_copied):
+    q, (_, k, v) = tensors(rows=rows)[0], tensors()
+    call = jax.jit(lambda mask: dot_product_attention(q, k, v, mask=mask))
+    assert ("stablehlo.sort" in call.lower(jnp.asarray(SCATTERED)).as_text()) == are_copied
+
+
 @pytest.mark.parametrize(
     "oracle", [{"softcap": 1.5}, {"sinks": np.linspace(-1, 2, 6, dtype=np.float32)}, {"scale": -0.4}, {"scale": 0.0}]
 )
@@ -362,10 +399,9 @@ def test_sinks_and_the_soft_cap_have_gradients(platform):
 
 # Calls that only JAX's function computes: a change of the operands, options, and the error without a fallback.
 OF_JAX = {
-    "head dimension": (lambda *x: [y[..., :20] for y in x], {}, "query has head dimension 20"),
     "negative window": (lambda *x: x, {"local_window_size": (-1, 4)}, r"local_window_size is \(-1, 4\), expected >= 0"),
-    "bias of a wide head": (
-        lambda *x: [jnp.tile(y, 9) for y in x],
+    "head dimension": (
+        lambda *x: [y[..., :20] for y in x],
         {
             "bias": jnp.ones((6, 1, KEYS)),
             "is_causal": True,
@@ -373,7 +409,7 @@ OF_JAX = {
             "key_value_seq_lengths": np.array([20, 29, 4]),
             "local_window_size": 6,
         },
-        "a bias or such a mask with head dimension 288 is not supported; it is up to 256",
+        "query has head dimension 20",
     ),
 }
 

@@ -21,8 +21,8 @@ from ._segment_ids import is_padding_id, key_ranges_of, segment_mask, segments_o
 from ._varlen_types import Operands, Options
 
 NAME = "dot_product_attention"
-# The largest head dimension of calls with a bias, for which GPUs have kernels.
-_MAX_BIAS_HEAD_DIM = 256
+# Queries per sequence up to which a mask that all queries share becomes a bias: to copy keys and values takes longer.
+_MAX_BIAS_QUERIES = 64
 # As it is now, so that a program may put our function in its place (docs/jax_libraries.md#keras).
 _of_jax = jax.nn.dot_product_attention
 
@@ -141,13 +141,19 @@ def _apply_mask(arguments: Arguments) -> tuple[Arguments, Visible]:
         return arguments, promised(mask, arguments.mask_form, sizes)
     has_other_masks = arguments.is_causal or arguments.local_window_size or arguments.segment_ids is not None
     has_other_masks = has_other_masks or (arguments.k_start, arguments.k_end) != (None, None)
-    if mask.shape[2] == 1 and not has_other_masks and not has_bias:
+    if mask.shape[2] == 1 and not has_other_masks and not has_bias and not _has_few_queries(arguments):
         shown = mask[:, 0, 0]
         if arguments.key_value_seq_lengths is not None:
             shown = shown & (jnp.arange(sizes[3]) < arguments.key_value_seq_lengths[:, None])
         key, value, count = gather_visible(shown, arguments.key, arguments.value)
         return arguments._replace(key=key, value=value, key_value_seq_lengths=None), Visible(keys=count)
     return _hidden_by_bias(arguments, mask), Visible()
+
+
+def _has_few_queries(arguments: Arguments) -> bool:
+    """Whether a bias takes less time than a copy of keys and values: for the steps of a decoder, above all."""
+    rows = arguments.sizes[2]
+    return isinstance(rows, int) and rows <= _MAX_BIAS_QUERIES
 
 
 def _hidden_by_bias(arguments: Arguments, mask: Array | np.ndarray) -> Arguments:
@@ -173,9 +179,6 @@ def _bias_operand(arguments: Arguments) -> Array | None:
     bias = arguments.bias
     if bias is None:
         return None
-    if (largest := max(x.shape[-1] for x in (arguments.query, arguments.value))) > _MAX_BIAS_HEAD_DIM:
-        text = f"a bias or such a mask with head dimension {largest} is not supported"
-        raise NotImplementedError(f"{NAME}: {text}; it is up to {_MAX_BIAS_HEAD_DIM}")
     if bias.dtype != arguments.query.dtype:
         bias = bias.astype(jnp.float32)
     return jnp.broadcast_to(bias, (*bias.shape[:2], *arguments.sizes[2:]))
