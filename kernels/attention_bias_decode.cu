@@ -4,7 +4,6 @@
 // Compiled once for each combination of
 //   XA_DTYPE     f16, bf16, f32: of q, K, V and out; the bias has this type or f32
 //   XA_HEAD_DIM  the bucket: serves head dimensions up to it, which are padded with zeros in shared memory
-//   XA_SHAPE     decode, decode_8warps (include/tile_shape.cuh)
 // Launch: as decode of attention.cu, without batch_invariant.
 
 #include "decode.cuh"
@@ -21,7 +20,10 @@
 
 namespace {
 using T = xa::XA_PASTE(dtype_, XA_DTYPE);
-using Shape = xa::TileShape<xa::tiles::XA_PASTE(shape_, XA_SHAPE), T, T, XA_HEAD_DIM>;
+/// Nothing is appended to contiguous keys.
+struct Shape : xa::TileShape<xa::tiles::shape_decode, T, T, XA_HEAD_DIM> {
+  static constexpr bool kAppendsKv = false;
+};
 using Bias = xa::DecodeBias<T, Shape::kKeys, Shape::kKeys * Shape::kKeyWarps, (Shape::kRowBytes < 1024)>;
 using State = xa::SoftmaxState<1, Shape::kWarpColumns / 8, Shape::kTileRows>;
 using Loop = xa::DecodeLoop<Shape, T, T, xa::NoTokenScales, State, Bias>;

@@ -15,6 +15,8 @@ struct NoTokenScales {};
 
 /// The `Bias` of a loop without one (loaded_bias.cuh).
 struct NoBias {
+  /// Whether keys may be in pages.
+  static constexpr bool kHasPages = true;
   __device__ __forceinline__ void fetch(int32_t) const {}
   template <int kKeyTiles>
   __device__ __forceinline__ void add(float (&)[kKeyTiles][4], int32_t) const {}

@@ -4,6 +4,7 @@
 
 #include <cmath>
 #include <cstdint>
+#include <type_traits>
 
 #include "column_warps.cuh"
 #include "decode_block.cuh"
@@ -38,6 +39,9 @@ class DecodeLoop {
   /// Whether three CTAs of longer rows share the registers of an SM. Numbers of the thread are then computed where they
   /// are used.
   static constexpr bool kIsTight = sizeof(Stored) == 2 && Shape::kRowBytes >= 256 && Shape::kCtasPerSm == 3;
+  using PagedSlots =
+      PageTableReader<Shape::kKeys, kStep, (Shape::kRowBytes < 1024), kHasTokenScales<Stored> || kIsTight>;
+  using Slots = std::conditional_t<Bias::kHasPages, PagedSlots, ContiguousSlots<Shape::kKeys, kStep>>;
   /// Loads whose addresses are computed together.
   static constexpr int kLoads = Shape::kHoldsAddresses ? Shape::kKeys / kTokensPerLoad : 1;
 
@@ -212,7 +216,7 @@ class DecodeLoop {
   const WorkTile& work_;
   uint32_t rings_;
   int32_t first_key_;
-  PageTableReader<Shape::kKeys, kStep, (Shape::kRowBytes < 1024), kHasTokenScales<Stored> || kIsTight> slots_;
+  Slots slots_;
   DecodeLoader<Stored, Shape::kWarpColumns, Shape::kBlockBytes, Shape::kHoldsAddresses> loader_;
   Scales scales_;
   Bias bias_;

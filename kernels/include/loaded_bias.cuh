@@ -51,6 +51,7 @@ class LoadedBias {
 template <typename T, int kKeys, int kStep, bool kFetchesEarly>
 class DecodeBias {
  public:
+  static constexpr bool kHasPages = false;
   __device__ __forceinline__ DecodeBias(const BiasParams& params, const WorkTile& work)
       : bias_(params.bias), work_(work) {
     const RowMap map(params.attention, work.tile, work.kv_head);

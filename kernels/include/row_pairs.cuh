@@ -70,6 +70,27 @@ class PageTableReader {
   TokenSlot next_;
 };
 
+/// The same of contiguous keys, where there is nothing to look up.
+template <int kKeys, int kStep>
+class ContiguousSlots {
+  static_assert(kKeys == kTokensPerLoad);
+
+ public:
+  __device__ __forceinline__ ContiguousSlots(const AttentionParams&, const WorkTile& work, int32_t first)
+      : offset_(work.tile.start_k + first) {}
+
+  /// Past the end of the keys offsets may be any.
+  __device__ __forceinline__ TokenSlot next() {
+    const TokenSlot slot = {0, static_cast<int32_t>(offset_)};
+    offset_ += kStep;
+    return slot;
+  }
+  static __device__ __forceinline__ constexpr bool fits_pages() { return true; }
+
+ private:
+  uint32_t offset_;
+};
+
 /// Copies kHeadDim columns of the K and V rows of one load, V's rows kValuesOffset bytes after K's. The lanes of one
 /// instruction copy K and V of the same token, which are adjacent in memory if both are in one buffer. Keys outside of
 /// the work tile's [begin, end) become zeros, as in `RowLoader`.

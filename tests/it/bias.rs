@@ -312,11 +312,11 @@ mod on_their_own_gpu {
     fn few_queries_are_decoded() {
         let Some(gpu) = Gpu::with_tuned_kernels_or_skip() else { return };
         for (dtype, head_dim, lengths, kernel) in [
-            (BF16, 64, vec![(1, 900); 3], "bf16_64_decode"),
-            (F16, 128, vec![(5, 9002)], "f16_128_decode_8warps"),
-            (BF16, 128, vec![(1, 90); 70], "bf16_128_decode"),
-            (F32, 256, vec![(1, 901)], "f32_256_decode"),
-            (BF16, 512, vec![(2, 902)], "bf16_512_decode"),
+            (BF16, 64, vec![(1, 900); 3], "bf16_64"),
+            (F16, 128, vec![(5, 9002)], "f16_128"),
+            (BF16, 128, vec![(1, 90); 70], "bf16_128"),
+            (F32, 128, vec![(1, 901)], "f32_256"),
+            (BF16, 512, vec![(2, 902)], "bf16_512"),
         ] {
             let (dtypes, bias) = (dtype.into(), Some(BiasForm::SHARED));
             let spec = BatchSpec { dtypes, heads: (4, 2), head_dim, lengths, bias, ..BatchSpec::default() };

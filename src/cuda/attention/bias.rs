@@ -160,10 +160,10 @@ mod tests {
 
     #[test]
     fn one_launch_takes_all_sequences_of_a_call_with_a_bias() {
-        let (prefill, decode) = ("attention_bias_bf16_128", "attention_bias_decode_bf16_128_decode");
+        let (prefill, decode) = ("attention_bias_bf16_128", "attention_bias_decode_bf16_128");
         for (rows, seqs, dtype, batch_invariant, kernel) in [
-            (1, 1, DType::BF16, false, "attention_bias_decode_bf16_128_decode_8warps"),
-            (64, 64, DType::F32, false, "attention_bias_decode_bf16_128_decode_8warps"),
+            (1, 1, DType::BF16, false, decode),
+            (64, 64, DType::F32, false, decode),
             (256, 256, DType::F32, false, decode),
             (64, 64, DType::F32, true, prefill),
             (5000, 7, DType::BF16, false, prefill),
@@ -186,11 +186,11 @@ mod tests {
             let call = Attention { keys, score: Score { bias: Some(bias), ..plain.score }, ..plain };
             named_on(&call, &device(true))[0].0
         };
-        let decode = "attention_bias_decode_bf16_128_decode";
+        let decode = "attention_bias_decode_bf16_128";
         for dtype in [DType::BF16, DType::F32] {
-            assert_eq!(named(1, 8, 4096, dtype), format!("{decode}_8warps"));
+            assert_eq!(named(1, 8, 4096, dtype), decode);
             assert_eq!(named(32, 5, 4096, dtype), decode);
-            assert_eq!(named(4, 32, 4096, dtype), format!("{decode}_8warps"));
+            assert_eq!(named(4, 32, 4096, dtype), decode);
             assert_eq!(named(4, 32, 128, dtype), "attention_bias_bf16_128");
         }
         assert_eq!(named(4, 512, 4096, DType::BF16), "hopper_bias_bf16_128");

@@ -32,7 +32,9 @@ impl AttentionTile {
             }
             (false, true) if shape != "prefill" => {
                 let dtype = variants::dtype_value(problem.kv_dtype);
-                t.shape == shape && variants::has("attention_bias_decode", &[dtype, t.head_dim_value, shape])
+                t.shape == shape
+                    && shape == "decode"
+                    && variants::has("attention_bias_decode", &[dtype, t.head_dim_value])
             }
             _ => t.shape == shape,
         };
@@ -77,8 +79,12 @@ impl AttentionTile {
     /// The variant of the kernel: its index in the table of variants.
     pub(super) fn variant(&self, problem: &Attention, device: &Device) -> Result<usize> {
         let values = [kv_dtype_value(problem, device), self.head_dim_value, self.shape, logits_value(problem)];
-        // With token scales or a bias there is no axis of logits.
-        let axes = if problem.scale_cache.is_some() || problem.score.bias.is_some() { 3 } else { 4 };
+        // With token scales there is no axis of logits, and with a bias none of shapes.
+        let axes = match (problem.scale_cache.is_some(), problem.score.bias.is_some()) {
+            (_, true) => 2,
+            (true, false) => 3,
+            (false, false) => 4,
+        };
         variants::find(Self::kernel(problem, device), &values[..axes])
     }
 
