@@ -169,7 +169,7 @@ mod tests {
             (5000, 7, DType::BF16, false, prefill),
         ] {
             let call = Attention { batch_invariant, ..biased(&problem(rows, seqs, 8, 96), dtype) };
-            for capability in [80, 90] {
+            for capability in [80, 90, 120] {
                 let device = Device { capability, ..device(true) };
                 assert_eq!(named_on(&call, &device), [(kernel, 1, i32::MAX)]);
             }
