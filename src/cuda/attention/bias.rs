@@ -89,7 +89,7 @@ fn few_queries<'c>(call: &Call<'c>, hopper: Option<HopperPrefill>) -> Result<Opt
     if call.problem.batch_invariant {
         return Ok(None);
     }
-    if let Some(launches) = decode::launches_of_short(call)? {
+    if let Some(launches) = decode::launches(call)? {
         return Ok(Some(launches));
     }
     if !has_many_keys(call.problem) {

@@ -36,11 +36,6 @@ pub(super) fn launches<'c>(call: &Call<'c>) -> Result<Option<Launches<'c>>> {
     }
 }
 
-/// The launches that decode all sequences of a call without `batch_invariant` in which most of them, or all, are short.
-pub(super) fn launches_of_short<'c>(call: &Call<'c>) -> Result<Option<Launches<'c>>> {
-    are_short(call).then(|| launches_for(call, all_tiles(call), UNLIMITED, true)).transpose()
-}
-
 /// The launches that decode all sequences, of any length, if the work partition has room for partials ([`KvSplit::has_room`]).
 pub(super) fn launches_with_split_keys<'c>(call: &Call<'c>) -> Result<Option<Launches<'c>>> {
     let split = split_for(call, all_tiles(call), UNLIMITED);

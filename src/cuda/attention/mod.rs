@@ -84,6 +84,7 @@ struct Call<'c> {
     new_tokens: Option<NewTokens>,
     /// The tile of decode.
     decode: &'static AttentionTile,
+    /// The bias of pairs of rows and keys.
     bias: Option<BiasSource>,
 }
 

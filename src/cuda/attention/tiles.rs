@@ -80,10 +80,12 @@ impl AttentionTile {
     pub(super) fn variant(&self, problem: &Attention, device: &Device) -> Result<usize> {
         let values = [kv_dtype_value(problem, device), self.head_dim_value, self.shape, logits_value(problem)];
         // With token scales there is no axis of logits, and with a bias none of shapes.
-        let axes = match (problem.scale_cache.is_some(), problem.score.bias.is_some()) {
-            (_, true) => 2,
-            (true, false) => 3,
-            (false, false) => 4,
+        let axes = if problem.score.bias.is_some() {
+            2
+        } else if problem.scale_cache.is_some() {
+            3
+        } else {
+            4
         };
         variants::find(Self::kernel(problem, device), &values[..axes])
     }
