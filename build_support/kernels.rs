@@ -130,9 +130,8 @@ impl<'a> Compiler<'a> {
         common.update(run(Command::new(&nvcc).arg("--version"))?.stdout);
         common.update(NVCC_FLAGS.join(" "));
         common.update(line_info().unwrap_or_default());
-        // This file, so that the cache forgets what another version of it compiled; but its comments compile nothing.
-        let lines = include_str!("kernels.rs").lines().filter(|line| !line.trim_start().starts_with("//"));
-        lines.for_each(|line| common.update(line));
+        // This file, so that the cache forgets what another version of it compiled.
+        update_with_code(&mut common, include_str!("kernels.rs"));
         let cache = target_folder(out).join("kernels");
         fs::create_dir_all(&cache)?;
         Ok(Self { headers, nvcc, ptxas, cache, common })
@@ -143,7 +142,7 @@ impl<'a> Compiler<'a> {
         let mut key = self.common.clone();
         let source = Path::new("kernels").join(&variant.kernel.source);
         for file in with_headers(&source, self.headers)? {
-            key.update(fs::read(file)?);
+            update_with_code(&mut key, &fs::read_to_string(file)?);
         }
         key.update(format!("{} {} {:?}", variant.name(), variant.kernel.target, variant.kernel.sass));
         let key = format!("{:x}", key.finalize());
@@ -235,6 +234,17 @@ impl<'a> Compiler<'a> {
         ptxas.arg(format!("-arch=sm_{sass}")).args(["-v", "-O3"]).args(options).arg(ptx_file).arg("-o").arg(cubin);
         ptxas.env("GLIBC_TUNABLES", MALLOC);
         ptxas.output().with_context(|| format!("cannot start {ptxas:?}"))
+    }
+}
+
+/// Adds the lines of a file that are neither empty nor comments: a comment compiles nothing. With line information it
+/// changes the numbers of lines.
+fn update_with_code(hash: &mut Sha256, text: &str) {
+    let is_code =
+        |line: &&str| line_info().is_some() || !(line.trim().is_empty() || line.trim_start().starts_with("//"));
+    for line in text.lines().filter(is_code) {
+        hash.update(line);
+        hash.update("\n");
     }
 }
 
