@@ -2,7 +2,8 @@
 //
 // In prefill, a CTA computes one tile of query rows of one KV head (include/prefill_tiles.cuh) and streams the keys
 // that the tile attends to through shared memory. In decode, it computes a range of the keys of all tiles of a KV head
-// (include/work_partition.cuh). docs/dev/kernels explains the design.
+// (include/work_partition.cuh), or each warp computes short tiles alone (include/warp_tiles.cuh). docs/dev/kernels
+// explains the design.
 //
 // Compiled once for each combination of
 //   XA_DTYPE     f16, bf16, f32: of q, K, V and out; fp8, fp8_shifted: fp8 K and V, converted to f16 (include/fp8.cuh)
@@ -27,6 +28,7 @@
 #include "query_rows.cuh"
 #include "softmax.cuh"
 #include "tile_shape.cuh"
+#include "warp_tiles.cuh"
 #include "work_tile.cuh"
 
 namespace xa {
@@ -54,6 +56,11 @@ using Compute = Types::Compute;
 using Stored = Types::Stored;
 using LogitsTransform = xa::XA_PASTE(logits_, XA_LOGITS);
 using Shape = xa::TileShape<xa::tiles::XA_PASTE(shape_, XA_SHAPE), Compute, Stored, XA_HEAD_DIM>;
+// Of 16 bits only where there is no logits transform. 8-bit K and V have one variant.
+constexpr bool kHasWarpTiles =
+    Shape::kHasWarpTiles && (Shape::kIsFp8 || std::is_same_v<LogitsTransform, xa::logits_none>);
+using WarpTiles =
+    std::conditional_t<kHasWarpTiles, xa::WarpTiles<Shape, Compute, Stored, LogitsTransform>, xa::NoWarpTiles>;
 }  // namespace
 
 extern "C" __global__ void __launch_bounds__(Shape::kThreads, Shape::kCtasPerSm)
@@ -67,7 +74,7 @@ extern "C" __global__ void __launch_bounds__(Shape::kThreads, Shape::kCtasPerSm)
       if (xa::has_new_tokens(params)) xa::store_new_tokens<Shape, Stored>(params, blockIdx.x, index);
     }
     const uint32_t rings = xa::ptx::shared_address(shared) + Shape::kRingsOffset;
-    xa::decode_work_range<Shape, Compute, Stored, LogitsTransform, true>(
+    xa::decode_work_range<Shape, Compute, Stored, LogitsTransform, true, WarpTiles>(
         params, blockIdx.x, index, shared, [&](const xa::WorkTile& work_tile) {
           return xa::DecodeLoop<Shape, Compute, Stored>(params, work_tile, rings);
         });

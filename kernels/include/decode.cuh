@@ -2,6 +2,7 @@
 #pragma once
 
 #include <cstdint>
+#include <type_traits>
 
 #include "fixed_splits.cuh"
 #include "params/attention.cuh"
@@ -13,6 +14,9 @@
 #include "work_tile.cuh"
 
 namespace xa {
+
+/// The `WarpTiles` of kernels whose CTAs compute all tiles.
+struct NoWarpTiles {};
 
 /// Computes the keys of `work`, from loading its query rows to storing the result. With `kFixedSplits` these are all
 /// fixed-size splits of the work tile, or the one at `range.fixed_split_begin`.
@@ -54,17 +58,19 @@ __device__ __forceinline__ void attend_keys(const AttentionParams& params, const
 
 /// Determines the CTA's work range of a KV head and computes it. Every thread of the CTA calls this.
 /// `shared` is Shape::kSharedBytes long; its WorkTile and WorkRange stay valid. `make_loop(work)` returns the loop over
-/// the keys of a work tile (decode_loop.cuh), `finish_tile(work, range)` is called when its result is stored.
-template <typename Shape, typename T, typename Stored, typename LogitsTransform, bool kFixedSplits, typename MakeLoop,
-          typename FinishTile>
+/// the keys of a work tile (decode_loop.cuh), `finish_tile(work, range)` is called when its result is stored. With
+/// `WarpTiles` (warp_tiles.cuh) warps compute short tiles alone, which are not finished.
+template <typename Shape, typename T, typename Stored, typename LogitsTransform, bool kFixedSplits,
+          typename WarpTiles = NoWarpTiles, typename MakeLoop, typename FinishTile>
 __device__ __forceinline__ void decode_work_tiles(const AttentionParams& params, int32_t kv_head,
                                                   const WorkRangeIndex& index, uint8_t* shared,
                                                   const MakeLoop& make_loop, const FinishTile& finish_tile) {
   using Unit = WorkUnit<Shape::kRows, Shape::kKeyWarps * Shape::kKeys>;
+  constexpr bool kHasWarpTiles = !std::is_same_v<WarpTiles, NoWarpTiles>;
   auto& work = *reinterpret_cast<WorkTile*>(shared + Shape::kWorkTileOffset);
   auto& range = *reinterpret_cast<WorkRange*>(shared + Shape::kWorkRangeOffset);
   init_work_tile<LogitsTransform>(params, work, kv_head);
-  for_work_tiles<Shape::kThreads, Unit, kFixedSplits>(params, work, range, index, [&] {
+  for_work_tiles<Shape::kThreads, Unit, kFixedSplits, kHasWarpTiles>(params, work, range, index, [&] {
     if constexpr (kFixedSplits && !Shape::kLoadsAcrossSplits) {
       do {
         if (range.fixed_split_chunks > 0) cut_to_fixed_split<Unit::kKvChunkKeys>(params, work, range);
@@ -75,15 +81,19 @@ __device__ __forceinline__ void decode_work_tiles(const AttentionParams& params,
     }
     finish_tile(work, range);
   });
+  if constexpr (kHasWarpTiles) {
+    if (range.has_warp_tiles != 0) WarpTiles(params, kv_head, shared).attend(index);
+  }
 }
 
 /// `decode_work_tiles` for a launch after which a combine kernel merges the partials.
-template <typename Shape, typename T, typename Stored, typename LogitsTransform, bool kFixedSplits, typename MakeLoop>
+template <typename Shape, typename T, typename Stored, typename LogitsTransform, bool kFixedSplits,
+          typename WarpTiles = NoWarpTiles, typename MakeLoop>
 __device__ __forceinline__ void decode_work_range(const AttentionParams& params, int32_t kv_head,
                                                   const WorkRangeIndex& index, uint8_t* shared,
                                                   const MakeLoop& make_loop) {
-  decode_work_tiles<Shape, T, Stored, LogitsTransform, kFixedSplits>(params, kv_head, index, shared, make_loop,
-                                                                     [](const WorkTile&, const WorkRange&) {});
+  decode_work_tiles<Shape, T, Stored, LogitsTransform, kFixedSplits, WarpTiles>(
+      params, kv_head, index, shared, make_loop, [](const WorkTile&, const WorkRange&) {});
   const auto& work = *reinterpret_cast<const WorkTile*>(shared + Shape::kWorkTileOffset);
   const auto& range = *reinterpret_cast<const WorkRange*>(shared + Shape::kWorkRangeOffset);
   store_split_record<Shape::kRows>(params, work, range, index.index);

@@ -15,6 +15,24 @@
 
 namespace xa {
 
+/// Factor that rescales a state from maximum `max` to `largest`; exactly 1 if they are equal. Before the first visible
+/// key both are -inf, whose difference would be NaN.
+__device__ __forceinline__ float rescale_factor(float max, float largest, float log2_unit) {
+  return largest == -INFINITY ? 1.0f : ptx::exp2_approx((max - largest) * log2_unit);
+}
+
+/// Whether a row's maximum has to be subtracted from its scores before they are scaled. Otherwise one multiply-add
+/// computes the exponent, and its addend max * log2_unit is rounded: by 2^-18 at most up to 128. A maximum of -inf
+/// needs neither.
+__device__ __forceinline__ bool is_large_maximum(float max, float log2_unit) {
+  return max != -INFINITY && fabsf(max * log2_unit) > 128.0f;
+}
+
+/// What a score, times log2_unit, is diminished by before the exponential.
+__device__ __forceinline__ float exponent_base(float max, float log2_unit) {
+  return max == -INFINITY || is_large_maximum(max, log2_unit) ? 0.0f : max * log2_unit;
+}
+
 /// The state of kRowTiles x kTileRows rows. Of each row tile lane 4g + t holds rows g and g + 8. Row tiles of 8 rows
 /// have no row g + 8, and their output is transposed: of each 16 columns the lane holds columns 2g and 2g + 1 of rows
 /// 2t and 2t + 1 (tile_math.cuh).
@@ -77,7 +95,7 @@ struct SoftmaxState {
       block_max = fmaxf(block_max, __shfl_xor_sync(~0u, block_max, 2));
       const float row_max = fmaxf(max[tile][half], block_max);
       rescale[half] = rescale_factor(max[tile][half], row_max, log2_unit);
-      shift[half] = is_large(row_max, log2_unit) ? row_max : 0.0f;
+      shift[half] = is_large_maximum(row_max, log2_unit) ? row_max : 0.0f;
       max[tile][half] = row_max;
     }
     // Skipped if no maximum rose and no score is shifted: the factors are then exactly 1 and the shifts 0.
@@ -92,8 +110,7 @@ struct SoftmaxState {
 #pragma unroll
     for (int half = 0; half < kHalves; ++half) {
       if (half == 1 && !both_halves) break;
-      const float row_max = max[tile][half];
-      const float base = row_max == -INFINITY || is_large(row_max, log2_unit) ? 0.0f : row_max * log2_unit;
+      const float base = exponent_base(max[tile][half], log2_unit);
       float block_sum = 0.0f;
 #pragma unroll
       for (int block = 0; block < kKeyTiles; ++block) {
@@ -117,20 +134,6 @@ struct SoftmaxState {
         sum[tile][half] += __shfl_xor_sync(~0u, sum[tile][half], 2);
       }
     }
-  }
-
-  /// Factor that rescales a state from maximum `max` to `largest`; exactly 1 if they are equal. Before the first
-  /// visible key both are -inf, whose difference would be NaN.
-  static __device__ __forceinline__ float rescale_factor(float max, float largest, float log2_unit) {
-    return largest == -INFINITY ? 1.0f : ptx::exp2_approx((max - largest) * log2_unit);
-  }
-
- private:
-  /// Whether the maximum has to be subtracted from the scores before they are scaled. Otherwise one multiply-add
-  /// computes the exponent, and its addend max * log2_unit is rounded: by 2^-18 at most up to 128. A maximum of -inf
-  /// needs neither.
-  static __device__ __forceinline__ bool is_large(float max, float log2_unit) {
-    return max != -INFINITY && fabsf(max * log2_unit) > 128.0f;
   }
 };
 

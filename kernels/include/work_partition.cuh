@@ -35,8 +35,9 @@
 namespace xa {
 
 /// Computes a CTA's work range by scanning the sequences, kPerThread per thread and round. Every thread of the CTA has
-/// one of these. Chunks are counted as `Index`; batch_invariant needs `kFixedSplits`.
-template <int kThreads, typename Unit, typename Index, int kPerThread, bool kFixedSplits>
+/// one of these. Chunks are counted as `Index`; batch_invariant needs `kFixedSplits`. `kFindsWarpTiles` looks for
+/// launches whose sequences all have a tile that a warp computes alone.
+template <int kThreads, typename Unit, typename Index, int kPerThread, bool kFixedSplits, bool kFindsWarpTiles = false>
 class WorkPartitioner {
   static constexpr int kKvChunkKeys = Unit::kKvChunkKeys;
   static constexpr int kPerRound = kThreads * kPerThread;
@@ -105,6 +106,10 @@ class WorkPartitioner {
       }
       switch (pass) {
         case Pass::kCount:
+          if (kFindsWarpTiles && params_.partial.max_warp_tile_chunks > 0 && are_warp_tiles(chunks, num_seqs)) {
+            if (threadIdx.x == 0) range_.has_warp_tiles = 1;
+            return true;
+          }
           choose_split(chunks);
           pass = kFixedSplits && kv_split_.max_fixed_splits > 0 && kv_split_.max_unsplit_chunks != KvSplit::kNeverSplit
                      ? Pass::kFit
@@ -147,6 +152,16 @@ class WorkPartitioner {
     work_.maxima = raises_starts_ ? StartMaxima{0, 0} : kStartsAscend;
     range_.split_begin = range_.split_end = 0;
     range_.start_split.tile_chunks = 0;
+    range_.has_warp_tiles = 0;
+  }
+
+  /// Whether a warp computes the tile of each sequence, of which there are `num_seqs` with `total` chunks. A warp has
+  /// few tiles, so tiles of more than 256 keys leave warps idle unless all are about as long.
+  __device__ __forceinline__ bool are_warp_tiles(Index total, int32_t num_seqs) const {
+    const int32_t most = params_.partial.max_warp_tile_chunks;
+    const bool are_equal = int64_t{8} * total >= int64_t{5} * most * num_seqs;
+    const bool fits = longest_warp_tile_ <= (are_equal ? most : min(most, 256 / kKvChunkKeys));
+    return has_one_warp() ? __all_sync(~0u, fits) != 0 : __syncthreads_and(fits) != 0;
   }
 
   /// Loads this thread's sequences of a round and returns the round's chunks; there are `before` in earlier rounds.
@@ -168,6 +183,8 @@ class WorkPartitioner {
       }
       if (first + i == num_seqs - 1) range_.live.end = sequences_[i].end.q;
       mine += sequences_[i].work();
+      if (!kFindsWarpTiles || sequences_[i].num_tiles == 0) continue;
+      longest_warp_tile_ = max(longest_warp_tile_, sequences_[i].tile.len_q == 1 ? sequences_[i].chunks : INT32_MAX);
     }
     const PrefixSum<Index> sum = prefix_sum(static_cast<Index>(min(mine, int64_t{kLimit})), ascend);
     chunks_before_ = before + sum.before;
@@ -327,6 +344,7 @@ class WorkPartitioner {
   Index chunks_before_ = 0;  // in front of this thread's sequences of the round
   int32_t parity_ = 0;
   bool starts_ascend_ = true;
+  int32_t longest_warp_tile_ = 0;  // chunks of this thread's longest tile, which has one query
 };
 
 /// Computes the CTA's work range. The current tile is the one with the range's first boundary, of which the range may
@@ -335,10 +353,10 @@ class WorkPartitioner {
 ///
 /// The common case takes the path with 32-bit numbers, one sequence per thread and ascending starts, because fetching
 /// instructions dominates planning. The other path handles everything, and is taken only where the first one gives up.
-template <int kThreads, typename Unit, bool kFixedSplits>
+template <int kThreads, typename Unit, bool kFixedSplits, bool kFindsWarpTiles = false>
 __device__ __forceinline__ void partition_work(const AttentionParams& params, WorkTile& work, WorkRange& range,
                                                const WorkRangeIndex& index) {
-  using Fast = WorkPartitioner<kThreads, Unit, int32_t, 1, false>;
+  using Fast = WorkPartitioner<kThreads, Unit, int32_t, 1, false, kFindsWarpTiles>;
   using General = WorkPartitioner<kThreads, Unit, int64_t, kFixedSplits ? 4 : 1, kFixedSplits>;
   const bool is_plain = params.partial.max_fixed_splits == 0;
   bool is_done = is_plain && Fast(params, work, range, index, false).partition();
@@ -349,10 +367,11 @@ __device__ __forceinline__ void partition_work(const AttentionParams& params, Wo
 }
 
 /// Computes the CTA's work range and calls `attend()` for each of its work tiles. Every thread calls this.
-template <int kThreads, typename Unit, bool kFixedSplits, typename Attend>
+template <int kThreads, typename Unit, bool kFixedSplits, bool kFindsWarpTiles = false, typename Attend>
 __device__ __forceinline__ void for_work_tiles(const AttentionParams& params, WorkTile& work, WorkRange& range,
                                                const WorkRangeIndex& index, const Attend& attend) {
-  partition_work<kThreads, Unit, kFixedSplits>(params, work, range, index);
+  partition_work<kThreads, Unit, kFixedSplits, kFindsWarpTiles>(params, work, range, index);
+  if (kFindsWarpTiles && range.has_warp_tiles != 0) return;
   bool has_split = range.has_split();
 #pragma unroll 1
   while (true) {

@@ -47,6 +47,7 @@ struct WorkRange {
   int32_t fixed_split_begin;   // batch_invariant: the range's first chunk that has not been computed (fixed_splits.cuh)
   int32_t partial_row;         // in the workspace, for row 0 of the result; -1: the result goes to out and lse
   int32_t first_tile_chunks;   // of tile 0 of the first sequence
+  int32_t has_warp_tiles;      // whether warps compute tiles alone (warp_tiles.cuh); the CTA then has no work tiles
   LiveRows live;
   int64_t warp_totals[2][12];  // scratch of the prefix sums
 

@@ -154,8 +154,9 @@ mod tests {
     #[test]
     #[cfg_attr(not(every_architecture), ignore = "XLA_ATTENTION_CUDA_ARCHS leaves kernels out")]
     fn portable_kernels_ask_for_a_ptx_version_that_old_drivers_have() {
-        // 7.4 is CUDA 11.4, of 2021; 8.1, the first with fp8 on sm_89, CUDA 12.1, of 2023.
-        for (target, versions) in [("80", ["7.0", "7.4"].as_slice()), ("89", &["7.8", "8.1"])] {
+        // 7.8, the first with movmatrix, is CUDA 11.8, of 2022; 8.1, the first with fp8 on sm_89, CUDA 12.1, of 2023. XLA's typed
+        // FFI is newer, and its CUDA plugins need a driver of CUDA 12.
+        for (target, versions) in [("80", ["7.0", "7.4", "7.8"].as_slice()), ("89", &["7.8", "8.1"])] {
             for variant in VARIANTS.iter().filter(|v| v.target == target) {
                 assert!(versions.contains(&variant.ptx_version), "{}: {}", variant.name, variant.ptx_version);
             }

@@ -33,6 +33,7 @@ EMULATOR_FILES = {
         "dtype.cuh",
         "fp8_convert.cuh",
         "token_scales_ptx.cuh",
+        "warp_tile_ptx.cuh",
         "device.h",
         "tensor_map.h",
     )

@@ -32,6 +32,7 @@ EACH_KERNEL = {
     "tuned_backward": ("tuned_backward_kernels_are_chosen",),
     "tuned_split_kv": ("the_kernel_is_chosen",),
     "many_partials": ("the_kernel_is_chosen",),
+    "warp_tiles": ("new_tokens_are_stored_and_attended_to",),
     "bias": ("tuned_kernels_with_a_bias_are_chosen", "few_queries_are_decoded"),
 }
 

@@ -136,7 +136,7 @@ fn mistakes_in_kernels_and_tiles_are_reported_with_what_was_expected() {
         ),
         (
             "  [\"decode_8warps\", 2, 128, 1, 8,",
-            "  [\"tall\", 2, 128, 1, 8, 1, 1, 16, 2, 1, true, 1],\n  [\"decode_8warps\", 2, 128, 1, 8,",
+            "  [\"tall\", 2, 128, 1, 8, 1, 1, 16, 2, 1, true, false, 1],\n  [\"decode_8warps\", 2, 128, 1, 8,",
             "tiles attention: no kernel is built for row [Name(\"tall\")",
         ),
     ];

@@ -52,4 +52,5 @@ mod tuned_decode;
 mod tuned_prefill;
 mod tuned_split_kv;
 mod vocabulary;
+mod warp_tiles;
 mod wide_heads;

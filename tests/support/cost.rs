@@ -118,7 +118,7 @@ fn ones(dtype: Dtype, dims: &[i64]) -> Array {
 }
 
 /// Whether the tests run on the emulator (`tests/emulator`).
-fn on_emulator() -> bool {
+pub fn on_emulator() -> bool {
     !runs_on_cpu() && std::env::var_os("XLA_ATTENTION_EMULATOR").is_some()
 }
 

@@ -103,6 +103,9 @@ fn launches_of<'c>(call: &Call<'c>, split: &KvSplit, max_queries: i64, are_alone
     let mut params = call.params_for(1, max_queries);
     params.clears_padding_rows = i32::from(are_alone || new_tokens.is_some());
     params.partial = split.partial;
+    if params.has_narrow_rows == 0 {
+        params.partial.max_warp_tile_chunks = decode.max_warp_tile_chunks(problem, device);
+    }
     params.new_tokens = new_tokens.unwrap_or(params.new_tokens);
     let grid = [problem.num_kv_heads as u32, split.ranges as u32, 1];
     let config = LaunchConfig { grid, threads: decode.threads(), shared_memory };

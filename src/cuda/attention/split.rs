@@ -20,7 +20,7 @@ impl PartialResults {
         num_ranges: 0,
         max_fixed_splits: 0,
         log2_unit: 0.0,
-        reserved: 0,
+        max_warp_tile_chunks: 0,
     };
 }
 

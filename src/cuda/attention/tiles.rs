@@ -11,6 +11,9 @@ use crate::problem::attention::{Attention, KeyStorage};
 use crate::tensor::DType;
 use std::f32::consts::LOG2_E;
 
+/// Packed rows of a tile that a warp computes alone (`kernels/include/warp_tiles.cuh`).
+const WARP_TILE_ROWS: usize = 8;
+
 impl AttentionTile {
     /// The tile of `shape` with the smallest head dimension that is at least D and Dv.
     pub(super) fn of(problem: &Attention, shape: &str) -> Result<&'static Self> {
@@ -57,7 +60,7 @@ impl AttentionTile {
         if let Some(with_8_rows) = variant("decode_8rows").filter(|tile| has_same_bits && rows <= tile.rows()) {
             return Ok(with_8_rows);
         }
-        let is_few = problem.max_seqs.min(problem.num_rows) * problem.num_kv_heads <= device.sms as usize;
+        let is_few = decode_tiles(problem) <= device.sms as usize;
         let with_8_warps = variant("decode_8warps").filter(|wide| wide.shared_bytes <= device.shared_memory);
         Ok(with_8_warps.filter(|_| is_few && !problem.batch_invariant).unwrap_or(tile))
     }
@@ -127,13 +130,32 @@ impl AttentionTile {
     /// and from three to four. Two saturate DRAM too, and the ranges are longer. Many tiles are short, so a third CTA hides their starts and ends;
     /// and where loads straddle pages, it hides the arithmetic of addresses.
     pub(super) fn decode_ctas_per_sm(&self, problem: &Attention, device: &Device) -> u32 {
-        let tiles = problem.max_seqs.min(problem.num_rows) * problem.num_kv_heads;
-        let fits_pages = match problem.keys.storage {
-            KeyStorage::Contiguous { .. } => true,
-            KeyStorage::Paged(table) => table.page_size.is_multiple_of(TOKENS_PER_LOAD as usize),
+        let waves = |ctas_per_sm: usize| decode_tiles(problem).div_ceil(ctas_per_sm * device.sms as usize);
+        if self.ctas_per_sm == 3 && fits_pages(problem) && waves(2) <= waves(3) { 2 } else { self.ctas_per_sm }
+    }
+
+    /// `PartialResults::max_warp_tile_chunks` of a decode launch, if rows are aligned to 16 bytes. The more tiles there are, the more keys it allows, because the CTAs
+    /// that would divide the keys of a tile are then busy: over 128 keys, 32/8 heads of 128, 64 sequences take 13.9 us instead of 16.5,
+    /// with half as many tiles 12.8 instead of 10.7; over e4m3fn 16.9 instead of 15.1, and 256 sequences 34 instead of 45 (H200).
+    /// More than 256 keys are for sequences of about the same length (`WorkPartitioner::are_warp_tiles` of
+    /// `kernels/include/work_partition.cuh`).
+    pub(super) fn max_warp_tile_chunks(&self, problem: &Attention, device: &Device) -> i32 {
+        let Attention { score, .. } = problem;
+        let transforms = score.softcap > 0.0 || score.alibi.is_some() || (self.bytes > 1 && transforms_logits(problem));
+        let is_plain = !problem.batch_invariant && !transforms && score.bias.is_none() && problem.scale_cache.is_none();
+        let fills_columns = [problem.head_dim, problem.value_dim] == [self.head_dim as usize; 2];
+        let has_few_rows = problem.num_q_heads <= WARP_TILE_ROWS * problem.num_kv_heads;
+        if !(self.has_warp_tiles && is_plain && fills_columns && has_few_rows && fits_pages(problem)) {
+            return 0;
+        }
+        // Quarters of a tile per SM.
+        let keys = match (self.bytes, 4 * decode_tiles(problem) / device.sms as usize) {
+            (_, 0..5) => 0,
+            (1, 5..24) | (2, 5..12) => 64,
+            (2, _) if self.head_dim >= 128 => 512,
+            _ => 256,
         };
-        let waves = |ctas_per_sm: usize| tiles.div_ceil(ctas_per_sm * device.sms as usize);
-        if self.ctas_per_sm == 3 && fits_pages && waves(2) <= waves(3) { 2 } else { self.ctas_per_sm }
+        keys / self.kv_chunk_keys() as i32
     }
 
     /// Dynamic shared memory of a decode launch: enough that at most `decode_ctas_per_sm` CTAs fit on an SM. Those saturate
@@ -173,6 +195,19 @@ impl RowMasksTile {
     /// Packed query rows of a CTA: 16 of each warp, or of the warps that have the same ones.
     pub(super) fn rows(&self) -> i64 {
         i64::from(Self::THREADS / 32 / self.column_warps * 16)
+    }
+}
+
+/// Tiles of decode, if each sequence has one.
+fn decode_tiles(problem: &Attention) -> usize {
+    problem.max_seqs.min(problem.num_rows) * problem.num_kv_heads
+}
+
+/// Whether the tokens that decode looks up together lie in one page.
+fn fits_pages(problem: &Attention) -> bool {
+    match problem.keys.storage {
+        KeyStorage::Contiguous { .. } => true,
+        KeyStorage::Paged(table) => table.page_size.is_multiple_of(TOKENS_PER_LOAD as usize),
     }
 }
 
@@ -329,6 +364,43 @@ mod tests {
         assert_eq!([1, 8, 24, 32].map(|page_size| ctas(4, DType::F8E5M2, 96, page_size)), [3, 3, 3, 2]);
         assert_eq!([64, 256, 512].map(|dim| ctas(4, DType::F8E4M3FN, dim, 16)), [4, 2, 2]);
         assert_eq!([32, 64, 96, 128, 192].map(|dim| ctas(265, DType::BF16, dim, 16)), [3, 3, 2, 3, 2]);
+    }
+
+    #[test]
+    fn warps_compute_the_tiles_of_many_short_sequences() {
+        let device = super::super::tests::device(true);
+        let chunks = |problem: &Attention| {
+            let tile = AttentionTile::of(problem, "decode").expect("there is a tile");
+            tile.max_warp_tile_chunks(problem, &device)
+        };
+        // Two KV heads of four query heads each, 132 SMs.
+        let of = |seqs, dim| super::super::tests::problem(seqs, seqs, 8, dim);
+        assert_eq!([82, 83, 197, 198, 5000].map(|seqs| chunks(&of(seqs, 128))), [0, 1, 1, 8, 8]);
+        assert_eq!([32, 64, 72, 96, 128, 192, 256, 512].map(|dim| chunks(&of(264, dim))), [0, 4, 0, 0, 8, 0, 8, 0]);
+        let plain = of(264, 128);
+        assert_eq!([8, 16, 18].map(|num_q_heads| chunks(&Attention { num_q_heads, ..plain })), [8, 8, 0]);
+        assert_eq!([DType::F16, DType::F32].map(|kv_dtype| chunks(&Attention { kv_dtype, ..plain })), [8, 0]);
+        let paged = |page_size| {
+            let table = PageTable { entries: std::ptr::null(), stride: 0, max_pages: 1, num_pages: 1, page_size };
+            Attention { keys: Keys { storage: KeyStorage::Paged(table), ..plain.keys }, ..plain }
+        };
+        assert_eq!([1, 16, 24, 48].map(|page_size| chunks(&paged(page_size))), [0, 8, 0, 8]);
+        // Of 8 bits a chunk has 128 keys up to 128 columns.
+        let of_8_bits = |seqs, dim| {
+            let problem = Attention { kv_dtype: DType::F8E4M3FN, ..of(seqs, dim) };
+            let tile = AttentionTile::decode(&problem, &device).expect("there is a tile");
+            tile.max_warp_tile_chunks(&problem, &device)
+        };
+        assert_eq!([395, 396].map(|seqs| of_8_bits(seqs, 128)), [0, 2]);
+        assert_eq!([82, 83].map(|seqs| of_8_bits(seqs, 256)), [0, 1]);
+        assert_eq!([64, 96, 128, 256].map(|dim| of_8_bits(500, dim)), [2, 0, 2, 4]);
+        for other in [
+            Attention { value_dim: 120, ..plain },
+            Attention { batch_invariant: true, ..plain },
+            Attention { score: Score { softcap: 5.0, ..plain.score }, ..plain },
+        ] {
+            assert_eq!(chunks(&other), 0);
+        }
     }
 
     #[test]

@@ -59,7 +59,9 @@ pub struct PartialResults {
     pub max_fixed_splits: i32,
     /// The factor that turns the kernel's scores, and their `max` in `states`, into logits in base 2.
     pub log2_unit: f32,
-    pub reserved: i32,
+    /// If each sequence has up to one query and keys in up to so many KV chunks, warps of decode compute tiles alone
+    /// (`warp_tiles.cuh`); 0 if they never do.
+    pub max_warp_tile_chunks: i32,
 }
 
 /// Keys or values `[Tq, Hkv, D]` of the query rows. Strides are in elements.
