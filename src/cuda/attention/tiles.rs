@@ -39,7 +39,7 @@ impl AttentionTile {
                     && shape == "decode"
                     && variants::has("attention_bias_decode", &[dtype, t.head_dim_value])
             }
-            _ => t.shape == shape,
+            _ => t.shape == shape && is_built_for_logits(problem, t),
         };
         let serves = move |t: &&Self| t.bytes as usize == bytes && t.head_dim as usize >= head_dim && has_shape(t);
         ATTENTION.iter().filter(serves)
@@ -134,10 +134,10 @@ impl AttentionTile {
         if self.ctas_per_sm == 3 && fits_pages(problem) && waves(2) <= waves(3) { 2 } else { self.ctas_per_sm }
     }
 
-    /// `PartialResults::max_warp_tile_chunks` of a decode launch, if rows are aligned to 16 bytes. The more tiles there are, the more keys it allows, because the CTAs
-    /// that would divide the keys of a tile are then busy: over 128 keys, 32/8 heads of 128, 64 sequences take 13.9 us instead of 16.5,
-    /// with half as many tiles 12.8 instead of 10.7; over e4m3fn 16.9 instead of 15.1, and 256 sequences 34 instead of 45 (H200).
-    /// More than 256 keys are for sequences of about the same length (`WorkPartitioner::are_warp_tiles` of
+    /// `PartialResults::max_warp_tile_chunks` of a decode launch, if rows are aligned to 16 bytes. The more tiles there are, the more
+    /// keys it allows, because the CTAs that would divide the keys of a tile are then busy: over 128 keys, 32/8 heads of 128, 64 sequences
+    /// take 13.9 us instead of 16.5, with half as many tiles 12.8 instead of 10.7; over e4m3fn 16.9 instead of 15.1, and 256 sequences 34
+    /// instead of 45 (H200). More than 256 keys are for sequences of about the same length (`WorkPartitioner::are_warp_tiles` of
     /// `kernels/include/work_partition.cuh`).
     pub(super) fn max_warp_tile_chunks(&self, problem: &Attention, device: &Device) -> i32 {
         let Attention { score, .. } = problem;
@@ -196,6 +196,14 @@ impl RowMasksTile {
     pub(super) fn rows(&self) -> i64 {
         i64::from(Self::THREADS / 32 / self.column_warps * 16)
     }
+}
+
+/// Whether the tile's variant with the call's logits is built. Decode of 16 bits with a logits transform takes the next larger head
+/// dimension at 32, 96 and 192: it reads the same bytes, and the library has room for other kernels.
+fn is_built_for_logits(problem: &Attention, tile: &AttentionTile) -> bool {
+    let dtype = variants::dtype_value(problem.kv_dtype);
+    let axes = [dtype, tile.head_dim_value, tile.shape, logits_value(problem)];
+    tile.bytes != 2 || !transforms_logits(problem) || variants::has("attention", &axes)
 }
 
 /// Tiles of decode, if each sequence has one.
@@ -364,6 +372,26 @@ mod tests {
         assert_eq!([1, 8, 24, 32].map(|page_size| ctas(4, DType::F8E5M2, 96, page_size)), [3, 3, 3, 2]);
         assert_eq!([64, 256, 512].map(|dim| ctas(4, DType::F8E4M3FN, dim, 16)), [4, 2, 2]);
         assert_eq!([32, 64, 96, 128, 192].map(|dim| ctas(265, DType::BF16, dim, 16)), [3, 3, 2, 3, 2]);
+    }
+
+    #[test]
+    fn decode_with_a_soft_cap_takes_the_next_head_dimension_that_is_built() {
+        let of = |softcap, dtype: DType, dim, shape| {
+            let plain = super::super::tests::problem(64, 64, 8, dim);
+            let problem = Attention { kv_dtype: dtype, score: Score { softcap, ..plain.score }, ..plain };
+            AttentionTile::of(&problem, shape).expect("there is a tile").head_dim
+        };
+        let dims = [24, 64, 72, 96, 160, 192, 512];
+        assert_eq!(dims.map(|dim| of(5.0, DType::BF16, dim, "decode")), [64, 64, 128, 128, 256, 256, 512]);
+        for (softcap, dtype, shape) in
+            [(0.0, DType::F16, "decode"), (5.0, DType::F16, "prefill"), (5.0, DType::F8E5M2, "decode")]
+        {
+            assert_eq!(
+                dims.map(|dim| of(softcap, dtype, dim, shape)),
+                [32, 64, 96, 96, 192, 192, 512],
+                "{dtype} {shape}"
+            );
+        }
     }
 
     #[test]
