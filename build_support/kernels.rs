@@ -240,8 +240,8 @@ impl<'a> Compiler<'a> {
 /// Adds the lines of a file that are neither empty nor comments: a comment compiles nothing. With line information it
 /// changes the numbers of lines.
 fn update_with_code(hash: &mut Sha256, text: &str) {
-    let is_code =
-        |line: &&str| line_info().is_some() || !(line.trim().is_empty() || line.trim_start().starts_with("//"));
+    let keeps_all = line_info().is_some();
+    let is_code = |line: &&str| keeps_all || !(line.trim().is_empty() || line.trim_start().starts_with("//"));
     for line in text.lines().filter(is_code) {
         hash.update(line);
         hash.update("\n");

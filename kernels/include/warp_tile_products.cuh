@@ -6,7 +6,6 @@
 #pragma once
 
 #include <cstdint>
-#include <type_traits>
 
 #include "element.cuh"
 #include "fp8.cuh"
@@ -15,7 +14,6 @@
 #include "ptx.cuh"
 #include "query_rows.cuh"
 #include "shared_rows.cuh"
-#include "softmax.cuh"
 #include "warp_tile_ptx.cuh"
 
 namespace xa {

@@ -7,6 +7,7 @@ use crate::support::{
     MemoryLayout, PagedUpdateCase, ReferenceCase, ScaleKind, assert_named_matches_reference, cost::on_emulator,
     runs_on_cpu,
 };
+use crate::tuned_split_kv;
 
 /// Sequences of a batch, more than clusters take.
 const SEQS: usize = 40;
@@ -52,19 +53,11 @@ fn batch(seed: usize) -> BatchSpec {
 
 /// Pages of whole blocks, pages that are not, and contiguous keys.
 fn layout(seed: usize) -> MemoryLayout {
-    let layout = match [16, 48, 0, 128, 20][seed % 5] {
-        0 => MemoryLayout::contiguous(),
-        page_size => MemoryLayout::paged(KvLayout::PAGED[seed / 2 % 4], page_size),
-    };
     MemoryLayout {
-        rows_around: (3, 5),
         spare_seqs: seed % 3,
-        seqused_q: seed % 5 == 1,
         // One query per sequence: without that there are so many rows that some sequences may be long.
         hints: MaxSeqlenHints::TooSmall,
-        workspace: Some(crate::tuned_split_kv::WORKSPACE),
-        seed: seed as u64,
-        ..layout
+        ..tuned_split_kv::layout(seed, [16, 48, 0, 128, 20][seed % 5])
     }
 }
 

@@ -201,9 +201,11 @@ impl RowMasksTile {
 /// Whether the tile's variant with the call's logits is built. Decode of 16 bits with a logits transform takes the next larger head
 /// dimension at 32, 96 and 192: it reads the same bytes, and the library has room for other kernels.
 fn is_built_for_logits(problem: &Attention, tile: &AttentionTile) -> bool {
+    if tile.bytes != 2 || !transforms_logits(problem) {
+        return true;
+    }
     let dtype = variants::dtype_value(problem.kv_dtype);
-    let axes = [dtype, tile.head_dim_value, tile.shape, logits_value(problem)];
-    tile.bytes != 2 || !transforms_logits(problem) || variants::has("attention", &axes)
+    variants::has("attention", &[dtype, tile.head_dim_value, tile.shape, logits_value(problem)])
 }
 
 /// Tiles of decode, if each sequence has one.
