@@ -98,7 +98,7 @@ CASES = [
 ]
 
 
-def paged_calls(case):
+def paged_calls(case, table=peers.PAGED):
     """Our calls and those of the peers, by name."""
     query, kv, metadata = paged_operands(case, DTYPES.get(case.cache, torch.bfloat16))
     operands = (query, kv.flatten(2, 3), *metadata)
@@ -108,7 +108,7 @@ def paged_calls(case):
         "ours, batch invariant": paged_attention(*operands, **options, batch_invariant=True),
     }
     k_pages, v_pages = kv[..., 0, :].contiguous(), kv[..., 1, :].contiguous()
-    return ours | prepare_peers(peers.PAGED, case, query, k_pages, v_pages)
+    return ours | prepare_peers(table, case, query, k_pages, v_pages)
 
 
 def main(*words):

@@ -94,14 +94,14 @@ def graph_of(call, seconds):
     return graph, count
 
 
-def milliseconds(calls):
+def milliseconds(calls, graph_seconds=GRAPH_SECONDS, rounds=ROUNDS, pause_seconds=PAUSE_SECONDS):
     """The median time of each call, measured in interleaved rounds."""
-    graphs = {name: graph_of(call, GRAPH_SECONDS) for name, call in calls.items()}
+    graphs = {name: graph_of(call, graph_seconds) for name, call in calls.items()}
     times = {name: [] for name in calls}
-    for _ in range(ROUNDS):
+    for _ in range(rounds):
         for name, (graph, count) in graphs.items():
             torch.cuda.synchronize()
-            time.sleep(PAUSE_SECONDS)
+            time.sleep(pause_seconds)
             start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
             start.record()
             graph.replay()

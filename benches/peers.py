@@ -188,8 +188,8 @@ def flashinfer(case, q, k, v, cu_seqlens_q, cu_seqlens_k):
     return lambda: wrapper.run(q, k, v, out=out)
 
 
-def flashinfer_paged(case, query, k_pages, v_pages, backend="auto"):
-    """FlashInfer's batch wrappers over paged K/V; the plan is not timed."""
+def flashinfer_paged(case, query, k_pages, v_pages, backend="auto", use_tensor_cores=True):
+    """FlashInfer's batch wrappers over paged K/V; the plan is not timed. `use_tensor_cores` is for decode."""
     if not available("flashinfer"):
         return None
     import flashinfer
@@ -203,7 +203,9 @@ def flashinfer_paged(case, query, k_pages, v_pages, backend="auto"):
     if all(n == 1 for n in case.q_lens):
         if backend != "auto":
             return None
-        wrapper = flashinfer.BatchDecodeWithPagedKVCacheWrapper(flashinfer_workspace(), "NHD", use_tensor_cores=True)
+        wrapper = flashinfer.BatchDecodeWithPagedKVCacheWrapper(
+            flashinfer_workspace(), "NHD", use_tensor_cores=use_tensor_cores
+        )
         wrapper.plan(indptr, pages, last, *heads, **options)
     else:
         wrapper = flashinfer.BatchPrefillWithPagedKVCacheWrapper(flashinfer_workspace(), "NHD", backend=backend)
@@ -215,6 +217,13 @@ def flashinfer_paged(case, query, k_pages, v_pages, backend="auto"):
 def flashinfer_fa2_paged(case, query, k_pages, v_pages):
     """FlashInfer over pages with its kernels for older GPUs, which are faster for few queries."""
     return flashinfer_paged(case, query, k_pages, v_pages, backend="fa2")
+
+
+def flashinfer_cuda_cores_paged(case, query, k_pages, v_pages):
+    """FlashInfer's decode without tensor cores, which is faster for short contexts of few heads per KV head."""
+    if any(n > 1 for n in case.q_lens):
+        return None
+    return flashinfer_paged(case, query, k_pages, v_pages, use_tensor_cores=False)
 
 
 def flashinfer_workspace():
@@ -243,4 +252,5 @@ PAGED = {
     "fa4": fa4_paged,
     "flashinfer": flashinfer_paged,
     "flashinfer fa2": flashinfer_fa2_paged,
+    "flashinfer cuda cores": flashinfer_cuda_cores_paged,
 }

@@ -78,6 +78,12 @@ def fa3(case, dout, q, k, v, cu_q, cu_k):
 PEERS = {"fa2": fa2, "fa3": fa3, "cudnn": cudnn}
 
 
+def operands(case):
+    """dout and the packed operands of a case."""
+    q, k, v, cu_q, cu_k = packed_operands(case)
+    return torch.randn_like(q[..., :1].expand(*q.shape[:2], case.value_dim)), q, k, v, cu_q, cu_k
+
+
 def main(only=""):
     """Run the cases; prints a line per case, then JSON."""
     rows = []
@@ -85,9 +91,8 @@ def main(only=""):
         if only not in case.name or case.page_size or case.window >= 0 or case.fp8 or case.softcap:
             continue
         torch.manual_seed(len(case.name))
-        q, k, v, cu_q, cu_k = packed_operands(case)
-        operands = (torch.randn_like(q[..., :1].expand(*q.shape[:2], case.value_dim)), q, k, v, cu_q, cu_k)
-        times = milliseconds(agreeing({"ours": ours(case, *operands)} | prepare_peers(PEERS, case, *operands), 2e-2))
+        given = operands(case)
+        times = milliseconds(agreeing({"ours": ours(case, *given)} | prepare_peers(PEERS, case, *given), 2e-2))
         torch.cuda.empty_cache()
         rates = {name: 2.5 * case.flops() / taken / 1e9 for name, taken in times.items()}
         ratios = "".join(f", {rates['ours'] / rate:.2f}x {name}" for name, rate in rates.items() if name != "ours")
