@@ -22,6 +22,7 @@
 #include "logits_transform.cuh"
 #include "new_tokens.cuh"
 #include "output_rows.cuh"
+#include "padding_rows.cuh"
 #include "params/attention.cuh"
 #include "prefill_loop.cuh"
 #include "prefill_tiles.cuh"
@@ -78,19 +79,15 @@ extern "C" __global__ void __launch_bounds__(Shape::kThreads, Shape::kCtasPerSm)
         params, blockIdx.x, index, shared, [&](const xa::WorkTile& work_tile) {
           return xa::DecodeLoop<Shape, Compute, Stored>(params, work_tile, rings);
         });
+    const auto& range = *reinterpret_cast<const xa::WorkRange*>(shared + Shape::kWorkRangeOffset);
+    xa::clear_padding_rows<Compute, Shape::kThreads>(params, work, range);
   } else {
     xa::init_work_tile<LogitsTransform>(params, work, blockIdx.x % params.num_kv_heads);
     xa::find_tile<Shape::kThreads, Shape::kRows>(params, work);
     if (work.tile.num_rows > 0) xa::attend_tile<Shape, Compute, Stored, LogitsTransform>(params, work, shared);
     __syncthreads();
-  }
-  if (params.clears_padding_rows == 0) return;
-  const bool ascends = xa::starts_ascend(work.maxima);
-  if constexpr (Shape::kSplitsKeys) {
-    const auto& range = *reinterpret_cast<const xa::WorkRange*>(shared + Shape::kWorkRangeOffset);
-    xa::clear_padding_rows<Compute, Shape::kThreads>(params, ascends, range.live, blockIdx.y * gridDim.x + blockIdx.x,
-                                                     gridDim.x * gridDim.y);
-  } else {
+    if (params.clears_padding_rows == 0) return;
+    const bool ascends = xa::starts_ascend(work.maxima);
     xa::clear_padding_rows<Compute, Shape::kThreads>(params, ascends, xa::live_rows(params, ascends), blockIdx.x,
                                                      gridDim.x);
   }

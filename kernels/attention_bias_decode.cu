@@ -11,7 +11,7 @@
 #include "element.cuh"
 #include "loaded_bias.cuh"
 #include "logits_transform.cuh"
-#include "output_rows.cuh"
+#include "padding_rows.cuh"
 #include "params/attention.cuh"
 #include "params/bias.cuh"
 #include "softmax.cuh"
@@ -38,9 +38,7 @@ extern "C" __global__ void __launch_bounds__(Shape::kThreads, Shape::kCtasPerSm)
   xa::decode_work_range<Shape, T, T, xa::logits_softcap_alibi, false>(
       attention, blockIdx.x, index, shared,
       [&](const xa::WorkTile& work) { return Loop(attention, work, rings, xa::NoTokenScales{}, Bias(params, work)); });
-  if (attention.clears_padding_rows == 0) return;
   const auto& work = *reinterpret_cast<const xa::WorkTile*>(shared + Shape::kWorkTileOffset);
   const auto& range = *reinterpret_cast<const xa::WorkRange*>(shared + Shape::kWorkRangeOffset);
-  xa::clear_padding_rows<T, Shape::kThreads>(attention, xa::starts_ascend(work.maxima), range.live,
-                                             blockIdx.y * gridDim.x + blockIdx.x, gridDim.x * gridDim.y);
+  xa::clear_padding_rows<T, Shape::kThreads>(attention, work, range);
 }

@@ -17,7 +17,7 @@
 #include "key_range_loop.cuh"
 #include "key_ranges.cuh"
 #include "logits_transform.cuh"
-#include "output_rows.cuh"
+#include "padding_rows.cuh"
 #include "params/attention.cuh"
 #include "params/tree_mask.cuh"
 #include "query_rows.cuh"
@@ -102,7 +102,5 @@ extern "C" __global__ void __launch_bounds__(Shape::kThreads, Shape::kCtasPerSm)
     } while (Shape::kHasFixedSplits && xa::next_fixed_split(range));
   });
   xa::store_split_record<Shape::kRows>(attention, work, range, index.index);
-  if (attention.clears_padding_rows == 0) return;
-  xa::clear_padding_rows<Compute, Shape::kThreads>(attention, xa::starts_ascend(work.maxima), range.live,
-                                                   blockIdx.y * gridDim.x + blockIdx.x, gridDim.x * gridDim.y);
+  xa::clear_padding_rows<Compute, Shape::kThreads>(attention, work, range);
 }

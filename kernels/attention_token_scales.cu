@@ -14,6 +14,7 @@
 #include "fp8.cuh"
 #include "logits_transform.cuh"
 #include "output_rows.cuh"
+#include "padding_rows.cuh"
 #include "params/token_scales.cuh"
 #include "prefill_loop.cuh"
 #include "prefill_tiles.cuh"
@@ -66,19 +67,15 @@ extern "C" __global__ void __launch_bounds__(Shape::kThreads, Shape::kCtasPerSm)
           const Scales scales(params, work_tile, rings + threadIdx.x / 32 * Shape::kRingBytes);
           return xa::DecodeLoop<Shape, Compute, Stored, Scales, State>(attention, work_tile, rings, scales);
         });
+    const auto& range = *reinterpret_cast<const xa::WorkRange*>(shared + Shape::kWorkRangeOffset);
+    xa::clear_padding_rows<Compute, Shape::kThreads>(attention, work, range);
   } else {
     xa::init_work_tile<xa::logits_softcap_alibi>(attention, work, blockIdx.x % attention.num_kv_heads);
     xa::find_tile<Shape::kThreads, Shape::kRows>(attention, work);
     if (work.tile.num_rows > 0) xa::attend_tile<Shape, Compute, Stored>(params, work, shared);
     __syncthreads();
-  }
-  if (attention.clears_padding_rows == 0) return;
-  const bool ascends = xa::starts_ascend(work.maxima);
-  if constexpr (Shape::kSplitsKeys) {
-    const auto& range = *reinterpret_cast<const xa::WorkRange*>(shared + Shape::kWorkRangeOffset);
-    xa::clear_padding_rows<Compute, Shape::kThreads>(attention, ascends, range.live,
-                                                     blockIdx.y * gridDim.x + blockIdx.x, gridDim.x * gridDim.y);
-  } else {
+    if (attention.clears_padding_rows == 0) return;
+    const bool ascends = xa::starts_ascend(work.maxima);
     xa::clear_padding_rows<Compute, Shape::kThreads>(attention, ascends, xa::live_rows(attention, ascends), blockIdx.x,
                                                      gridDim.x);
   }

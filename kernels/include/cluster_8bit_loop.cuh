@@ -244,7 +244,7 @@ class Cluster8BitLoop {
   __device__ __forceinline__ void look_up_other(int32_t key) {
     const int32_t token = key + static_cast<int32_t>(threadIdx.x % kKeys);
     const Interval visible = {work_.keys.begin, end_ - work_.keys.begin};
-    ahead_ = visible.holds(token) ? slot_of(params_, work_, token) : TokenSlot{0, 0};
+    ahead_ = visible.holds(token) ? slot_of(params_, work_.tile, token) : TokenSlot{0, 0};
   }
 
   const AttentionParams& params_;

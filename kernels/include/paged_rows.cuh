@@ -54,11 +54,11 @@ struct Interval {
   }
 };
 
-/// The slot of key `token` of the work tile's sequence. Contiguous keys are a single page of unlimited size.
-__device__ __forceinline__ TokenSlot slot_of(const AttentionParams& params, const WorkTile& work, int32_t token) {
-  if (params.block_table == nullptr) return TokenSlot{0, work.tile.start_k + token};
+/// The slot of key `token` of the tile's sequence. Contiguous keys are a single page of unlimited size.
+__device__ __forceinline__ TokenSlot slot_of(const AttentionParams& params, const QoTile& tile, int32_t token) {
+  if (has_contiguous_keys(params)) return TokenSlot{0, tile.start_k + token};
   const uint32_t index = static_cast<uint32_t>(token) / static_cast<uint32_t>(params.page_size);
-  const int32_t* const table = params.block_table + work.tile.sequence * params.block_table_stride;
+  const int32_t* const table = params.block_table + tile.sequence * params.block_table_stride;
   return TokenSlot{__ldg(table + index), token - static_cast<int32_t>(index) * params.page_size};
 }
 
@@ -85,7 +85,7 @@ class RowLoader {
     // Entries of the table from ceil(len_k / page_size) on, and those of pages before the window, may be invalid.
     const KeyRange& keys = work_.keys;
     const bool readable = token < keys.end && (fits_one_page_ ? first + kKeys > keys.begin : token >= keys.begin);
-    return readable ? slot_of(params_, work_, token) : TokenSlot{0, 0};
+    return readable ? slot_of(params_, work_.tile, token) : TokenSlot{0, 0};
   }
 
   __device__ __forceinline__ void load_keys(uint32_t destination, int32_t first, const TokenSlot& slot) const {

@@ -36,6 +36,11 @@ __device__ __forceinline__ void copy_query(const AttentionParams& params, const 
   }
 }
 
+/// The largest of `largest` and the two numbers of a pair of bf16 without their signs, as bits.
+__device__ __forceinline__ uint32_t largest_magnitude(uint32_t largest, uint32_t pair) {
+  return max(largest, max(pair & 0x7fffu, pair >> 16 & 0x7fffu));
+}
+
 /// Converts a row from bf16 to f16 after multiplying it by a power of two, which brings its largest number into
 /// [2^14, 2^15). What f16 then cannot hold is below 2^-38 of that number. `inverse` undoes the factor.
 struct QueryScale {
@@ -65,9 +70,7 @@ __device__ __forceinline__ float convert_row(const AttentionParams& params, uint
 #pragma unroll
   for (int i = 0; i < kCount; ++i) {
 #pragma unroll
-    for (const uint32_t pair : {x[i].x, x[i].y, x[i].z, x[i].w}) {
-      largest = max(largest, max(pair & 0x7fffu, pair >> 16 & 0x7fffu));
-    }
+    for (const uint32_t pair : {x[i].x, x[i].y, x[i].z, x[i].w}) largest = largest_magnitude(largest, pair);
   }
   const QueryScale scale(__reduce_max_sync(~0u, static_cast<int32_t>(largest)));
 #pragma unroll

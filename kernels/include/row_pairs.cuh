@@ -58,7 +58,7 @@ class PageTableReader {
     // Entries of the table from ceil(len_k / page_size) on, and those of pages before the window, may be invalid.
     const KeyRange& keys = work_.keys;
     const bool readable = token < keys.end && token + (fits_pages ? kTokensPerLoad - 1 : 0) >= keys.begin;
-    return readable ? slot_of(params_, work_, token) : TokenSlot{0, 0};
+    return readable ? slot_of(params_, work_.tile, token) : TokenSlot{0, 0};
   }
 
   const AttentionParams& params_;

@@ -142,7 +142,7 @@ struct WarpTile8BitProducts {
 #pragma unroll
       for (const uint32_t (&columns)[2] : query) {
 #pragma unroll
-        for (const uint32_t pair : columns) largest = max(largest, max(pair & 0x7fffu, pair >> 16 & 0x7fffu));
+        for (const uint32_t pair : columns) largest = largest_magnitude(largest, pair);
       }
 #pragma unroll
       for (int distance = 1; distance < 4; distance *= 2) {

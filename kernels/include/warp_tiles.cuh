@@ -17,6 +17,7 @@
 #include "element.cuh"
 #include "new_tokens.cuh"
 #include "output_rows.cuh"
+#include "paged_rows.cuh"
 #include "params/attention.cuh"
 #include "ptx.cuh"
 #include "sequence_work.cuh"
@@ -140,8 +141,8 @@ class WarpTiles {
       if (is_last) {
         next = this->tile(number);
         const int32_t row = lane_ / 4;
-        next_.load(params_, next.first_token, kv_head_ * params_.group + row, lane_,
-                   row < params_.group && next.first_token >= 0);
+        products_.load(params_, next.first_token, kv_head_ * params_.group + row, lane_,
+                       row < params_.group && next.first_token >= 0);
       }
       if (is_filled) {
         mask(scores, tile, key);
@@ -169,12 +170,14 @@ class WarpTiles {
       key = first_key(tile.begin);
       number = next_of<kTiles>(number);
       state = State();
-      products_ = next_;
       products_.convert(params_, lane_, score_factor_);
     }
   }
 
  private:
+  static __device__ __forceinline__ Interval visible_keys_of(const Tile& tile) {
+    return {tile.begin, tile.end - tile.begin};
+  }
   static __device__ __forceinline__ int32_t first_key(int32_t begin) { return begin / kKeys * kKeys; }
   __device__ __forceinline__ Tile& tile(int32_t number) const {
     return *reinterpret_cast<Tile*>(memory_ + kStages * 2 * kBlockBytes + number * kTileBytes);
@@ -215,15 +218,8 @@ class WarpTiles {
   /// Looks up the page of the lane's block of keys; there are up to 32 blocks.
   __device__ __forceinline__ void look_up(const QoTile& rows, const KeyRange& keys) {
     const int32_t first = first_key(keys.begin), after = lane_ * kKeys;
-    fetch_.page = fetch_.offset = 0;
-    if (after >= keys.end - first) return;
-    const int32_t key = first + after;
-    fetch_.offset = rows.start_k + key;
-    if (has_contiguous_keys(params_)) return;
-    const uint32_t index = static_cast<uint32_t>(key) / static_cast<uint32_t>(params_.page_size);
-    const int32_t* const table = params_.block_table + rows.sequence * params_.block_table_stride;
-    fetch_.page = clamp(__ldg(table + index), 0, params_.num_pages - 1);
-    fetch_.offset = key - static_cast<int32_t>(index) * params_.page_size;
+    fetch_.slot = after < keys.end - first ? slot_of(params_, rows, first + after) : TokenSlot{0, 0};
+    fetch_.slot.page = clamp(fetch_.slot.page, 0, params_.num_pages - 1);
   }
 
   /// Starts to copy the next block of K to a stage. If there is none, it commits an empty group, so that the number of
@@ -244,8 +240,8 @@ class WarpTiles {
   }
   __device__ __forceinline__ void fetch(const KvSource& source, const NewRowSource& added, uint32_t destination) const {
     constexpr int kRows = 32 / kChunks;  // that an instruction copies
-    const int64_t page = __shfl_sync(~0u, fetch_.page, fetch_.block),
-                  offset = __shfl_sync(~0u, fetch_.offset, fetch_.block);
+    const int64_t page = __shfl_sync(~0u, fetch_.slot.page, fetch_.block),
+                  offset = __shfl_sync(~0u, fetch_.slot.offset, fetch_.block);
     const int32_t row = lane_ / kChunks, column = lane_ % kChunks * kElements, key = fetch_.key;
     // Opaque: with the address of the head in registers throughout the loop, 8 bits spill.
     const Stored* from = static_cast<const Stored*>(source.base) + opaque_if<kIs8Bit>(kv_head_) * source.head_stride +
@@ -261,14 +257,14 @@ class WarpTiles {
       return;
     }
     // Keys outside of the visible ones become zeros without being read.
+    const Interval visible = visible_keys_of(fetch_.tile);
 #pragma unroll 2
     for (int r = 0; r < kKeys; r += kRows) {
       const int32_t own = key + row + r;
       const Stored* const added_row = static_cast<const Stored*>(added.base) +
                                       fetch_.tile.first_token * added.token_stride + kv_head_ * added.head_stride +
                                       column;
-      ptx::cp_async_16(Rows::stepped(destination, r), own == fetch_.first_new ? added_row : from,
-                       own >= fetch_.tile.begin && own < fetch_.tile.end);
+      ptx::cp_async_16(Rows::stepped(destination, r), own == fetch_.first_new ? added_row : from, visible.holds(own));
       from += kRows * source.token_stride;
     }
   }
@@ -279,10 +275,10 @@ class WarpTiles {
   /// Hides the keys of the block from `key` on that are not visible.
   __device__ __forceinline__ void mask(float (&scores)[4], const Tile& tile, int32_t key) const {
     if (key >= tile.begin && key + kKeys <= tile.end) return;
+    const Interval visible = visible_keys_of(tile);
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
-      const int32_t own = key + static_cast<int32_t>(lane_ / 4) + i / 2 * 8;
-      if (own < tile.begin || own >= tile.end) scores[i] = -INFINITY;
+      if (!visible.holds(key + static_cast<int32_t>(lane_ / 4) + i / 2 * 8)) scores[i] = -INFINITY;
     }
   }
 
@@ -316,8 +312,7 @@ class WarpTiles {
     int32_t key;        // of the next block
     int32_t block;      // its number in the tile
     int32_t first_new;  // the first key that the cache does not have
-    int32_t page;       // of the lane's block
-    int32_t offset;     // of its first key in the page
+    TokenSlot slot;     // of the first key of the lane's block
   };
 
   const AttentionParams& params_;
@@ -330,7 +325,6 @@ class WarpTiles {
   int32_t step_;
   Fetch fetch_;
   Products products_;
-  Products next_;  // of the next tile, as loaded
 };
 
 }  // namespace xa

@@ -11,7 +11,7 @@
 #include "hopper/ptx.cuh"
 #include "hopper/schedule.cuh"
 #include "hopper/token_scales.cuh"
-#include "output_rows.cuh"
+#include "padding_rows.cuh"
 #include "params/hopper_prefill.cuh"
 #include "partial_rows.cuh"
 #include "scales.cuh"
@@ -107,9 +107,7 @@ __device__ __forceinline__ void split_kv(const HopperPrefillParams& prefill, uin
     // As in hopper_prefill_8bit.cu and hopper_prefill_token_scales.cu.
     constexpr bool kHasOneStep = Shape::kHasTokenScales || (Shape::kConvertsKv && Shape::kHeadDim > 128);
     compute_tiles<Shape, T, LogitsTransform, kHasOneStep>(prefill, pipeline);
-    if (attention.clears_padding_rows == 0) return;
-    clear_padding_rows<T, Shape::kComputeThreads>(attention, starts_ascend(work.maxima), range.live,
-                                                  blockIdx.y * gridDim.x + blockIdx.x, gridDim.x * gridDim.y);
+    clear_padding_rows<T, Shape::kComputeThreads>(attention, work, range);
   }
 }
 

@@ -31,7 +31,7 @@ __device__ __forceinline__ RowSource find_row(const AttentionParams& params, con
   const int32_t token = block * Shape::kKeys + threadIdx.x % (32 * Shape::kLoadWarps);
   // Entries of the block table of pages without a visible key may be invalid.
   const bool visible = token >= work.keys.begin && token < work.keys.end;
-  const TokenSlot slot = visible ? slot_of(params, work, token) : TokenSlot{0, 0};
+  const TokenSlot slot = visible ? slot_of(params, work.tile, token) : TokenSlot{0, 0};
   const int64_t page = clamp(slot.page, 0, params.num_pages - 1);
   return RowSource{page * params.k.page_stride + slot.offset * params.k.token_stride, visible};
 }
@@ -112,7 +112,7 @@ class BlockLoader {
     num_boxes_ = __popc(__ballot_sync(~0u, first < Shape::kKeysPerCta));
     if (first >= Shape::kKeysPerCta) return;
     const int32_t token = block * Shape::kKeys + buffers_.cta_rank() * Shape::kKeysPerCta + first;
-    const TokenSlot slot = slot_of(params_.attention, work_, token);
+    const TokenSlot slot = slot_of(params_.attention, work_.tile, token);
     boxes_ = BoxSource{clamp(slot.page, 0, params_.attention.num_pages - 1), slot.offset};
   }
   __device__ __forceinline__ void load_boxes(int32_t number) const {

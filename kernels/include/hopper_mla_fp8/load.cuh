@@ -67,7 +67,7 @@ class BlockLoader {
       const int32_t token = block * Shape::kKeys + row_ + i * kRowStep;
       // Entries of the block table of pages without a visible key may be invalid.
       const bool visible = token >= work_.keys.begin && token < work_.keys.end;
-      slots_[i] = visible ? slot_of(params_, work_, token) : TokenSlot{0, -1};
+      slots_[i] = visible ? slot_of(params_, work_.tile, token) : TokenSlot{0, -1};
     }
   }
   /// Starts to copy the thread's part of a row. Rows that no query row attends to, and columns from D on, become zeros.

@@ -73,7 +73,7 @@ class QuadRing {
     const uint32_t key = next_key_ + row_;
     // Entries of the block table of pages without a visible key may be invalid.
     is_visible_ = key >= begin_ && key < end_;
-    slot_ = is_visible_ ? slot_of(params_, work_, key) : TokenSlot{0, 0};
+    slot_ = is_visible_ ? slot_of(params_, work_.tile, key) : TokenSlot{0, 0};
   }
 
   const AttentionParams& params_;
