@@ -56,6 +56,8 @@ class WorkPartitioner {
   /// More chunks than this are not counted. With 32 bits they are divided as floats (divide_small).
   static constexpr Index kLimit = sizeof(Index) == 4 ? Index{1} << 19 : Index{1} << 62;
   static_assert(sizeof(Index) == 8 || kPerRound < 2048, "the sum over the threads of a round cannot overflow");
+  /// Tiles of a warp that make up for each other's lengths.
+  static constexpr int kManyTiles = 2;
   /// Sequences of a warp's round. If there are no more, the first warp plans alone, without a barrier.
   static constexpr int kPerWarp = 32 * kPerThread;
   // `partial_rows_until` takes all tiles of a sequence for equal.
@@ -155,12 +157,13 @@ class WorkPartitioner {
     range_.has_warp_tiles = 0;
   }
 
-  /// Whether a warp computes the tile of each sequence, of which there are `num_seqs` with `total` chunks. A warp has
-  /// few tiles, so tiles of more than 256 keys leave warps idle unless all are about as long.
+  /// Whether a warp computes the tile of each sequence, of which there are `num_seqs` with `total` chunks. Where a warp
+  /// has few tiles, those of more than 256 keys leave warps idle unless all are about as long.
   __device__ __forceinline__ bool are_warp_tiles(Index total, int32_t num_seqs) const {
     const int32_t most = params_.partial.max_warp_tile_chunks;
-    const bool are_equal = int64_t{8} * total >= int64_t{5} * most * num_seqs;
-    const bool fits = longest_warp_tile_ <= (are_equal ? most : min(most, 256 / kKvChunkKeys));
+    const bool are_even =
+        int64_t{8} * total >= int64_t{5} * most * num_seqs || num_seqs >= kManyTiles * (kThreads / 32) * index_.count;
+    const bool fits = longest_warp_tile_ <= (are_even ? most : min(most, 256 / kKvChunkKeys));
     return has_one_warp() ? __all_sync(~0u, fits) != 0 : __syncthreads_and(fits) != 0;
   }
 

@@ -21,10 +21,15 @@ const EIGHT_BITS: [Dtypes; 4] =
 /// Contexts of one block of keys, of several, of the longest, and on either side of their ends.
 const CONTEXTS: [usize; 16] = [1, 15, 16, 17, 31, 33, 63, 64, 65, 100, 127, 128, 129, 240, 255, 256];
 
-/// A batch of one query per sequence over short contexts, some of them without a query or without keys, or over longer ones of about
-/// the same length. With 26 KV heads there are eight tiles for each of an H200's SMs.
+/// A batch of one query per sequence over short contexts, some of them without a query or without keys, or over longer ones, of about
+/// the same length or so many that a warp has several tiles. With 26 KV heads there are eight tiles for each of an H200's SMs, with 80
+/// two for each of their warps.
 fn batch(seed: usize) -> BatchSpec {
-    let kv_heads = if runs_on_cpu() || on_emulator() { 2 } else { 26 };
+    let kv_heads = match seed % 8 {
+        _ if runs_on_cpu() || on_emulator() => 2,
+        4 => 80,
+        _ => 26,
+    };
     let sequence = |i: usize| match (i + seed) % 11 {
         0 => (0, 20),
         1 => (1, 0),
@@ -32,6 +37,7 @@ fn batch(seed: usize) -> BatchSpec {
     };
     let mut lengths: Vec<(usize, usize)> = (0..SEQS).map(sequence).collect();
     match seed % 8 {
+        4 => lengths = (0..SEQS).map(|i| (1, 1 + i * 61 % 512)).collect(),
         5 => lengths = (0..SEQS).map(|i| (1, 400 + (i * 37) % 113)).collect(),
         6 => lengths[17] = (1, 700),
         7 => lengths[23] = (2, 100),
