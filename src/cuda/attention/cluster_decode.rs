@@ -19,9 +19,10 @@ const MAX_SLOTS: i64 = CLUSTER_DECODE_SLOTS as i64;
 /// 131.6, 2 x 128k 253.7 instead of 252.2 (H200).
 const MOST_KEYS: i64 = 1 << 20;
 
-/// `MOST_KEYS` of calls that the variant `plain` is not compiled for. Over 8 KV heads and 1 x 128k, 12 and 16 packed rows take 147 and
-/// 162 us, 20 with split-KV 133 (H200; H100 184, 186 and 192); over 1 x 32k they take 46, and 45 (H100 51, and 58).
-const MOST_KEYS_OF_ANY: i64 = 1 << 19;
+/// `MOST_KEYS` of calls that the variant `plain` is not compiled for, of few rows per sequence and of more. Over 8 KV heads and 1 x 128k,
+/// 12 and 16 packed rows take 147 and 162 us, 20 with split-KV 133 (H200; H100 184, 186 and 192); over 1 x 32k they take 46, and 45 (H100
+/// 51, and 58); 12 rows 4 x 16k 79 instead of 72, 8 x 4k 41.8 instead of 42.6 (H200).
+const MOST_KEYS_OF_ANY: [i64; 2] = [1 << 19, 1 << 18];
 
 /// `MOST_KEYS` over 8-bit K and V: converting them takes longer than reading, and split-KV has all SMs. Over 8 KV heads 1 x 2k takes 6.8
 /// us instead of 10.5, 4 x 3000 14.4 instead of 16.9 and 4 x 8k 28.7 instead of 29.8 (int8 with scales 33.3 instead of 32.7), but 4 x 8k at
@@ -41,16 +42,29 @@ fn most_keys_of_8_bits(call: &Call, tile: &ClusterDecodeTile) -> i64 {
 /// 32.3 us instead of 39.8 over 8 KV heads and 16 x 2k 40.0 instead of 41.6, but 16 x 512 15.6 instead of 11.8.
 const LONG_TILE_KEYS: i64 = 2048;
 
-/// `MOST_KEYS` of sequences that are more than a cluster's CTAs: 16 x 8k takes 133.8 us instead of 129.6. Over 8 bits it is three quarters
-/// of theirs: 12 x 2k takes 25.5 us instead of 28.6.
-const MOST_KEYS_OF_MANY: i64 = 1 << 18;
+/// `MOST_KEYS` of sequences that are more than a cluster's CTAs, of few rows and of more: 16 x 8k takes 133.8 us instead of 129.6, with 12
+/// rows 16 x 2k 45.8 instead of 40.4. Over 8 bits it is three quarters of theirs: 12 x 2k takes 25.5 us instead of 28.6.
+const MOST_KEYS_OF_MANY: [i64; 2] = [1 << 18, 1 << 17];
 
 /// The most KV chunks of a KV head: the kernel divides them in f32.
 const MOST_CHUNKS: i64 = 1 << 20;
 
-/// The most keys per KV head of a call whose clusters leave most SMs idle: over 4 KV heads 1 x 12k takes 17.2 us instead of 18.8,
-/// 1 x 16k 21.1 instead of 20.0, 4 x 4k 21.2 instead of 19.7.
+/// The most keys per KV head of a call of few rows per sequence and up to 128 columns whose clusters leave most SMs idle: over 4 KV heads
+/// 1 x 12k takes 17.2 us instead of 18.8, 1 x 16k 21.1 instead of 20.0, 4 x 4k 21.2 instead of 19.7. And those over 8-bit K and V.
 const FEW_KEYS: i64 = 12288;
+
+/// The same of all calls: wider rows take longer, and so do more of them. With 16 query heads per KV head 1 x 4k takes 11.6 us instead
+/// of 12.8 over one KV head of 128 columns, 1 x 8k 14.9 instead of 12.4, over four of 256 4 x 1k 18.2 instead of 17.8 and 1 x 8k 26.8
+/// instead of 20.6, over one of 64 2 x 4k 12.6 instead of 11.3 (H200). Sequences of different lengths take longer still: five of 95 to 887
+/// keys over one KV head of 128 columns 16.3 instead of 12.3.
+fn few_keys(call: &Call, tile: &ClusterDecodeTile) -> i64 {
+    let (columns, heads) = (i64::from(tile.head_dim), call.problem.num_kv_heads as i64);
+    match tile.bytes {
+        1 => FEW_KEYS,
+        _ if has_few_rows(call) => FEW_KEYS * 128 / columns.max(128),
+        _ => ((2 + heads) << 17) / columns.max(96),
+    }
+}
 
 /// The most keys of a sequence with a cluster of its own. Over 8 KV heads a sequence of 1024 keys beside 15 short ones takes 9.6 us
 /// instead of 18.3 with split-KV (H100).
@@ -126,8 +140,13 @@ fn is_plain(call: &Call, tile: &ClusterDecodeTile) -> bool {
         && has_plain_mask
         && has_plain_rows
         && !transforms_logits(call.problem)
-        && call.packed_rows() <= FEW_ROWS
+        && has_few_rows(call)
         && chunks_of(call, tile, FEW_ROWS) + i64::from(LARGEST_CLUSTER) <= MOST_CHUNKS
+}
+
+/// Whether the rows of a sequence fit the tiles of plain calls.
+fn has_few_rows(call: &Call) -> bool {
+    call.packed_rows() <= FEW_ROWS
 }
 
 /// Packed rows of a tile of calls that are not plain.
@@ -192,20 +211,22 @@ fn tile_and_clusters(call: &Call) -> Option<(&'static ClusterDecodeTile, Cluster
     let tiles = if tile.bytes == 1 { call.packed_rows().saturating_add(FEW_ROWS - 1) / FEW_ROWS } else { 1 };
     let all_keys = seqs.saturating_mul(keys).saturating_mul(tiles);
     let size = largest.min(chunks);
+    let of_rows = |[few, more]: [i64; 2]| if has_few_rows(call) { few } else { more };
     // By sequences per CTA.
     let most_keys = if seqs <= size {
         match tile.bytes {
             1 => most_keys_of_8_bits(call, tile),
             _ if is_plain(call, tile) => MOST_KEYS,
-            _ => MOST_KEYS_OF_ANY,
+            _ => of_rows(MOST_KEYS_OF_ANY),
         }
     } else if seqs <= 2 * size && keys >= LONG_TILE_KEYS {
-        if tile.bytes == 1 { most_keys_of_8_bits(call, tile) / 4 * 3 } else { MOST_KEYS_OF_MANY }
+        if tile.bytes == 1 { most_keys_of_8_bits(call, tile) / 4 * 3 } else { of_rows(MOST_KEYS_OF_MANY) }
     } else {
         0
     };
     let fits = largest > 1 && chunks + largest <= MOST_CHUNKS && heads.saturating_mul(all_keys) <= most_keys;
-    (fits && (all_keys <= FEW_KEYS || 5 * heads * size >= 2 * sms)).then_some((tile, Clusters { size, per_head: 1 }))
+    (fits && (all_keys <= few_keys(call, tile) || 5 * heads * size >= 2 * sms))
+        .then_some((tile, Clusters { size, per_head: 1 }))
 }
 
 #[cfg(test)]
@@ -266,8 +287,20 @@ mod tests {
         let few_sms = Device { sms: 8, ..device(true) };
         assert_eq!(size_on(&over(1 << 15, 2, &problem(1, 1, 32, 128)), &few_sms), Some(3));
         // Most SMs would be idle.
-        assert_eq!(size(&over(12289, 4, &problem(1, 1, 32, 128))), None);
-        assert_eq!(size(&over(12288, 4, &problem(1, 1, 32, 128))), Some(8));
+        for (dim, few_rows, more) in [(64, 12288, 8192), (128, 12288, 6144), (256, 6144, 3072)] {
+            for (num_q_heads, keys) in [(16, few_rows), (64, more)] {
+                let of_keys = |keys| Attention { num_q_heads, ..over(keys, 4, &problem(1, 1, 32, dim)) };
+                assert_eq!(
+                    [keys, keys + 1].map(|keys| size(&of_keys(keys))),
+                    [Some(8), None],
+                    "{num_q_heads} heads of {dim}"
+                );
+            }
+        }
+        // Sequences of more rows; more sequences than CTAs.
+        let of_16_rows = |keys, seqs| Attention { num_q_heads: 128, ..over(keys, 8, &problem(seqs, seqs, 32, 128)) };
+        assert_eq!([1 << 15, (1 << 15) + 1].map(|keys| size(&of_16_rows(keys, 1))), [Some(8), None]);
+        assert_eq!(size(&of_16_rows(2048, 9)), None);
         // No more CTAs than chunks.
         assert_eq!(size(&over(128, 8, &problem(1, 1, 32, 128))), Some(3));
     }

@@ -79,7 +79,7 @@ fn tiles(call: &Call) -> Option<(HopperPrefill, &'static AttentionTile)> {
 #[cfg(test)]
 mod tests {
     use super::super::LaunchPlan;
-    use super::super::hopper::tests::{paged, ragged};
+    use super::super::hopper::tests::paged;
     use super::super::tests::{device, named_on};
     use super::*;
     use crate::problem::attention::{Attention, Queries};
@@ -126,7 +126,7 @@ mod tests {
         capped.score.softcap = 30.0;
         let many_heads = Attention { num_kv_heads: 133, num_q_heads: 133, ..paged(16) };
         let invariant = Attention { batch_invariant: true, ..paged(16) };
-        for problem in [few_rows, capped, many_heads, invariant, paged(8), paged(24), ragged()] {
+        for problem in [few_rows, capped, many_heads, invariant, paged(8), paged(24)] {
             assert_eq!(names(&with_workspace(&problem)).len(), 2);
         }
         assert_eq!(names(&paged(16)).len(), 2);
@@ -142,8 +142,8 @@ mod tests {
         assert_eq!((fused.counters.next_tile as usize, prefill.next_tile as usize), (1 << 20, 1 << 20));
         let taken = (1 + device(true).sms as usize) * COUNTER_BYTES;
         let partials = ((1 << 20) + taken).next_multiple_of(64);
-        assert_eq!((decode.partial.split_records as usize, decode.partial.num_ranges), (partials, 56));
+        assert_eq!((decode.partial.split_records as usize, decode.partial.num_ranges), (partials, 66));
         // An arrival counter for each of two KV heads and every boundary.
-        assert_eq!(fused.counters.count, 1 + 2 * 55);
+        assert_eq!(fused.counters.count, 1 + 2 * 65);
     }
 }

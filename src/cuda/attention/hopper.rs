@@ -7,7 +7,7 @@ mod tiles;
 use super::loaded_bias::loaded_bias;
 use super::split::room;
 use super::tiles::transforms_logits;
-use super::{Call, Launch, Launches, Parameter, UNLIMITED, decode, longest_or_mean_queries, max_tiles};
+use super::{Call, Launch, Launches, MAX_SHORT_ROWS, Parameter, UNLIMITED, decode, longest_or_mean_queries, max_tiles};
 use crate::cuda::device::Device;
 use crate::cuda::enqueue::{LaunchAttributes, LaunchConfig};
 use crate::cuda::kernel_launch::{COUNTER_BYTES, Counters};
@@ -22,7 +22,7 @@ use crate::cuda::tensor_map::{Axis, L2Promotion, TensorMap, supports_tma};
 use crate::cuda::tiles::{HOPPER_PREFILL, HopperPrefillTile};
 use crate::cuda::variants;
 use crate::error::Result;
-use crate::problem::attention::{Attention, Bias, KeyStorage};
+use crate::problem::attention::{Attention, Bias, KeyStorage, Score};
 use crate::problem::{KvScaleCache, KvView};
 use crate::tensor::{DType, Tensor};
 use std::ptr::null_mut;
@@ -65,8 +65,12 @@ pub(super) struct HopperPrefill {
     pub(super) packs_per_kv_head: i64,
 }
 
-/// Query rows per sequence slot from which on prefill also computes the short sequences.
+/// Query rows per sequence slot from which on prefill also computes the short sequences over pages.
 const LONG_ON_AVERAGE: i64 = 256;
+
+/// The most keys of a row for which a tile of prefill, whose keys are not split, takes no longer than the launches of decode: 5 to 10 us
+/// (H200).
+const FEW_KEYS: i64 = 1024;
 
 /// Strategy: one launch of prefill for all sequences of a call, nearly all of which are long.
 pub(super) fn launches_for_all<'c>(call: &Call<'c>) -> Result<Option<Launches<'c>>> {
@@ -147,16 +151,26 @@ impl HopperPrefill {
         self.queries_per_tile() * i64::from(self.tile.ctas_per_cluster)
     }
 
-    /// Whether prefill computes the short sequences too, which saves decode's launches. If sequences are long on average, or the
-    /// tile is for short ones, and there are few keys per row (packed keys, or the capacity of the block table), then
-    /// sequences that hardly fill a tile have few keys, so prefill takes no longer for them although their keys are not split.
+    /// Whether prefill computes the short sequences too, which saves decode's launches. Where there are few keys per row (packed keys, or
+    /// the capacity of the block table and the window), sequences that hardly fill a tile have few keys, so prefill takes no longer for
+    /// them although their keys are not split.
     fn takes_all(&self, problem: &Attention) -> bool {
         let (rows, seqs) = (problem.num_rows as i64, problem.max_seqs as i64);
-        let keys_are_few = match problem.keys.storage {
-            KeyStorage::Contiguous { total } => total as i64 <= 2 * rows,
-            KeyStorage::Paged(table) => (table.capacity() as i64).saturating_mul(seqs) <= 4 * rows,
+        let Score { window_left, window_right, .. } = problem.score;
+        let capacity = match problem.keys.storage {
+            KeyStorage::Contiguous { total } => total as i64,
+            KeyStorage::Paged(table) => table.capacity() as i64,
         };
-        !problem.batch_invariant && (rows >= LONG_ON_AVERAGE * seqs || self.tile.is_tiny()) && keys_are_few
+        let is_bounded = window_left >= 0 && window_right >= 0;
+        let window = if is_bounded { window_left.saturating_add(window_right).saturating_add(1) } else { capacity };
+        let keys_are_few = match problem.keys.storage {
+            _ if capacity.min(window) <= FEW_KEYS => true,
+            KeyStorage::Contiguous { total } => total as i64 <= 2 * rows,
+            KeyStorage::Paged(_) => rows >= LONG_ON_AVERAGE * seqs && capacity.saturating_mul(seqs) <= 4 * rows,
+        };
+        let group = (problem.num_q_heads / problem.num_kv_heads) as i64;
+        let are_long = rows.saturating_mul(group) > MAX_SHORT_ROWS * seqs || self.tile.is_tiny();
+        !problem.batch_invariant && are_long && keys_are_few
     }
 
     /// One launch for sequences of any length.

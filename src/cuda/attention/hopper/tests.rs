@@ -20,7 +20,7 @@ pub(in crate::cuda::attention) fn ragged() -> Attention<'static> {
 /// The same keys in an interleaved cache.
 pub(in crate::cuda::attention) fn paged(page_size: usize) -> Attention<'static> {
     let plain = ragged();
-    let table = PageTable { entries: null(), stride: 0, max_pages: 64, num_pages: 50, page_size };
+    let table = PageTable { entries: null(), stride: 0, max_pages: 4096, num_pages: 50, page_size };
     let view = KvView { page_stride: 512 * page_size as i64, token_stride: 512, head_stride: 256, ..plain.k };
     Attention { k: view, v: view, keys: Keys { storage: KeyStorage::Paged(table), ..plain.keys }, ..plain }
 }
@@ -44,7 +44,7 @@ fn calls_with_a_variant_take_the_kernel() {
     assert_eq!(first_kernel(&capped), "hopper_prefill_bf16_128_paged_softcap_alibi");
     assert_eq!(named_on(&ragged(), &device(false))[0].0, "attention_bf16_128_prefill_none");
     // The short sequences have a separate decode launch.
-    assert_eq!(named_on(&ragged(), &device(true))[1].0, "attention_bf16_128_decode_8warps_none");
+    assert_eq!(named_on(&paged(16), &device(true))[1].0, "attention_bf16_128_decode_8warps_none");
     let wide = Attention { out: Tensor { dtype: DType::F32, ..ragged().out }, ..ragged() };
     assert_eq!(first_kernel(&wide), "hopper_prefill_bf16_128_contiguous_none");
     let short = Attention { queries: Queries { longest: 1, ..ragged().queries }, ..ragged() };
@@ -187,17 +187,37 @@ fn eight_bit_pages_are_converted_for_16_bit_queries() {
 fn short_sequences_among_long_ones_take_prefill() {
     let names = |problem: &Attention| named_on(problem, &device(true));
     let all = [("hopper_prefill_bf16_128_contiguous_none", 1, i32::MAX)];
-    let few = Attention { max_seqs: 3, ..ragged() };
-    assert_eq!(names(&few), all);
-    let pages = Attention { max_seqs: 3, ..paged(16) };
-    assert_eq!(names(&pages), [("hopper_prefill_bf16_128_paged_none", 1, i32::MAX)]);
-    let many_keys = KeyStorage::Contiguous { total: 2001 };
+    let of_keys = |total| {
+        let plain = ragged();
+        Attention { keys: Keys { storage: KeyStorage::Contiguous { total }, ..plain.keys }, ..plain }
+    };
+    let of_pages = |max_pages, seqs| {
+        let plain = paged(16);
+        let KeyStorage::Paged(table) = plain.keys.storage else { unreachable!() };
+        let storage = KeyStorage::Paged(PageTable { max_pages, ..table });
+        Attention { keys: Keys { storage, ..plain.keys }, max_seqs: seqs, ..plain }
+    };
+    // 1000 rows: up to two keys for each.
+    assert_eq!(names(&of_keys(2000)), all);
+    // A row attends to up to 1024 keys; or sequences are long on average, with four keys per row.
+    let windowed = |left| {
+        let plain = of_pages(65, 7);
+        Attention { score: Score { window_left: left, window_right: 0, ..plain.score }, ..plain }
+    };
+    for problem in [of_pages(64, 7), windowed(1023), of_pages(250, 1), of_pages(83, 3)] {
+        assert_eq!(names(&problem), [("hopper_prefill_bf16_128_paged_none", 1, i32::MAX)]);
+    }
+    // Few rows per sequence are decode's.
+    let many = Attention { max_seqs: 999, ..of_pages(64, 7) };
     for problem in [
-        ragged(),
-        Attention { max_seqs: 4, ..few },
-        Attention { batch_invariant: true, ..few },
-        Attention { keys: Keys { storage: many_keys, ..few.keys }, ..few },
-        Attention { max_seqs: 3, ..paged(32) },
+        of_keys(2001),
+        Attention { batch_invariant: true, ..of_keys(2000) },
+        of_pages(65, 7),
+        windowed(1024),
+        of_pages(251, 1),
+        of_pages(84, 3),
+        of_pages(65, 4),
+        many,
     ] {
         assert_eq!(names(&problem).len(), 2);
     }
