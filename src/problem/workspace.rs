@@ -124,16 +124,37 @@ pub struct AttentionSizes {
     pub batch_invariant: bool,
 }
 
-/// Parts into which Hopper's gradients up to 128 columns may split the query heads of a KV head, so that few KV heads keep
-/// all SMs busy: a power of two. A part has at least two query heads, and all KV heads have at most eight parts together, which
-/// is enough for 4k tokens; each part has a dK and dV in f32.
+/// The columns per head up to which Hopper's gradients sum dQ in the workspace.
+pub(crate) const MAX_NARROW_COLUMNS: i64 = 128;
+
+/// Parts into which Hopper's gradients may split the query heads of a KV head, so that few KV heads keep all SMs busy, however many
+/// tokens there are: a power of two. A part has at least two query heads, and all KV heads have at most eight parts together, four past
+/// [`MAX_NARROW_COLUMNS`], which is enough for 4k tokens; each part has a dK and dV in f32.
 #[must_use]
-pub fn head_splits(num_q_heads: i64, num_kv_heads: i64) -> i64 {
-    let is_possible = |splits: i64| {
+pub fn head_splits(num_q_heads: i64, num_kv_heads: i64, columns: i64) -> i64 {
+    let most = if columns > MAX_NARROW_COLUMNS { 4 } else { 8 };
+    let is_possible = |parts: i64| parts <= most && num_q_heads / parts >= 2;
+    most_splits(num_q_heads, num_kv_heads, is_possible)
+}
+
+/// Tiles of dK and dV of all parts, up to which a call of few tokens splits its query heads into more parts.
+const FEW_HEAD_SPLIT_TILES: i64 = 192;
+
+/// Parts into which they may split them where the KV heads have `tiles` tiles of keys. The memory for these parts is the same for all
+/// calls.
+#[cfg(feature = "cuda")]
+pub(crate) fn head_splits_of_few_tiles(num_q_heads: i64, num_kv_heads: i64, tiles: i64) -> i64 {
+    let is_possible = |parts: i64| parts.saturating_mul(tiles) <= FEW_HEAD_SPLIT_TILES.saturating_mul(num_kv_heads);
+    most_splits(num_q_heads, num_kv_heads, is_possible)
+}
+
+/// The most parts of a KV head, so that `is_possible(parts of all KV heads)`.
+fn most_splits(num_q_heads: i64, num_kv_heads: i64, is_possible: impl Fn(i64) -> bool) -> i64 {
+    let takes = |splits: &i64| {
         let parts = splits.saturating_mul(num_kv_heads);
-        parts <= 8 && num_q_heads % parts == 0 && num_q_heads / parts >= 2
+        parts > 0 && num_q_heads % parts == 0 && is_possible(parts)
     };
-    if num_kv_heads < 1 { 1 } else { [8, 4, 2].into_iter().find(|splits| is_possible(*splits)).unwrap_or(1) }
+    [16, 8, 4, 2].into_iter().find(takes).unwrap_or(1)
 }
 
 impl AttentionSizes {
@@ -256,10 +277,10 @@ impl AttentionSizes {
 
     /// The size for the gradients of a call: delta, an f32 per element of `[Hq, Tq]`, and room to align it. With 16-bit
     /// operands, Hopper's kernels also store the lse in base 2 there and a plan per sequence. Up to 128 columns they sum dQ
-    /// in f32, in groups of 16 rows that no two sequences share, which is up to 15 more rows per sequence; with up to
-    /// four KV heads they store the dK and dV of [`head_splits`], as if there were as many keys as queries; and the keys of
-    /// each row and of blocks of rows if rows have bounds of their keys, for up to 20 keys per row. `batch_invariant` has no
-    /// effect.
+    /// in f32, in groups of 16 rows that no two sequences share, which is up to 15 more rows per sequence; and the keys of
+    /// each row and of blocks of rows if rows have bounds of their keys, for up to 20 keys per row. Where a KV head has several query
+    /// heads, they store the dK and dV of parts of these: of 192 tiles of 128 keys (past 128 columns 64), and with up to four KV heads
+    /// (past 128 columns two) those of [`head_splits`], as if there were as many keys as queries. `batch_invariant` has no effect.
     #[must_use]
     pub fn gradients_workspace(&self) -> WorkspaceSize {
         /// Head dimensions, rounded up, for which dQ is summed in the workspace.
@@ -277,20 +298,19 @@ impl AttentionSizes {
         let row_sums = number * BUCKETS.into_iter().find(|bucket| *bucket >= columns).unwrap_or(0);
         // Per row delta and lse, and a 4-byte counter per block of 64 or more rows.
         let counter_bytes = heads.saturating_add(15) / 16;
-        let splits = if row_sums == 0 { 1 } else { head_splits(heads, self.num_kv_heads) };
-        let (partial_bytes, partial_alignment) = if splits == 1 {
-            (0, 0)
-        } else {
-            (number * splits * self.num_kv_heads * (self.head_dim + self.value_dim), 256)
-        };
+        let key_bytes = number * (self.head_dim + self.value_dim);
+        let splits = head_splits(heads, self.num_kv_heads, columns);
+        let partial_bytes = if splits == 1 { 0 } else { splits * self.num_kv_heads * key_bytes };
+        // Both gradients of the parts of few tiles, and their alignment.
+        let tile_keys = if row_sums == 0 { 64 } else { 128 };
+        let few_tiles = if heads > self.num_kv_heads { FEW_HEAD_SPLIT_TILES * tile_keys * key_bytes + 256 } else { 0 };
         // 8 bytes per row, 16 per block of 64 or more rows and 24 per block of 128 keys; three lists.
         let [range_row_bytes, range_sequence_bytes, range_bytes] = if row_sums == 0 { [0; 3] } else { [12, 40, 424] };
         let row_bytes = counter_bytes + partial_bytes + range_row_bytes;
         let per_row = heads.saturating_mul(row_sums + 2 * number).saturating_add(row_bytes);
         let per_sequence =
             heads.saturating_mul((GROUP - 1) * row_sums + number).saturating_add(72 + range_sequence_bytes);
-        let fixed =
-            heads.saturating_mul(GROUP * row_sums + number).saturating_add(1024 + partial_alignment + range_bytes);
+        let fixed = heads.saturating_mul(GROUP * row_sums + number).saturating_add(1024 + few_tiles + range_bytes);
         WorkspaceSize { fixed, per_row, per_sequence }
     }
 }

@@ -100,7 +100,7 @@ fn calls_without_options_agree_with_the_reference() {
     }
 }
 
-/// Query heads of up to four KV heads are split up to 128 columns. Some rows are of no sequence, some keys are not seen.
+/// Query heads are split where there are few tiles. Some rows are of no sequence, some keys are not seen.
 #[test]
 fn split_query_heads_agree_with_the_reference() {
     let calls = [
@@ -108,6 +108,12 @@ fn split_query_heads_agree_with_the_reference() {
         ((16, 2), F16, (64, 40), Mask::CAUSAL, 3.0, Alibi::Off, Some(F32)),
         ((8, 1), BF16, (72, 96), Mask::CAUSAL, 0.0, Alibi::PerHead, None),
         ((16, 4), F16, (128, 128), Mask::CAUSAL, 0.0, Alibi::Off, None),
+        ((24, 8), BF16, (96, 96), Mask::FULL, 0.0, Alibi::Off, None),
+        ((16, 8), BF16, (128, 64), Mask::sliding(60), 0.0, Alibi::Off, Some(F32)),
+        ((16, 1), BF16, (192, 192), Mask::CAUSAL, 0.0, Alibi::Off, None),
+        ((12, 3), F16, (256, 200), Mask::FULL, 2.0, Alibi::Off, Some(F32)),
+        ((32, 4), BF16, (192, 128), Mask::sliding(70), 0.0, Alibi::PerHead, None),
+        ((4, 2), BF16, (256, 256), Mask::CAUSAL, 0.0, Alibi::Off, Some(F32)),
     ];
     for (heads, dtype, (head_dim, value_dim), mask, softcap, alibi, gradients) in calls {
         let (dtypes, value_dim) = (dtype.into(), Some(value_dim));

@@ -11,7 +11,6 @@
 #include <cmath>
 #include <cstdint>
 
-#include "bwd/gradient_type.cuh"
 #include "element.cuh"
 #include "hopper_bwd/compute.cuh"
 #include "hopper_bwd/wide_operands.cuh"
@@ -20,7 +19,7 @@
 
 namespace xa::hopper {
 
-/// Stores dK or dV of a tile's 64 keys to `to`, [rows, KV heads, num_columns].
+/// Stores dK or dV of a tile's 64 keys to `to`, [rows, KV heads, num_columns], of type T or f32.
 template <typename Shape, typename T, int kAtomColumns>
 __device__ __forceinline__ void store_dk_or_dv(const WideGradient<kAtomColumns>& d, float scale, void* to,
                                                const HopperBackwardParams& params, const BackwardTile& tile,
@@ -28,9 +27,14 @@ __device__ __forceinline__ void store_dk_or_dv(const WideGradient<kAtomColumns>&
   const int32_t first = tile.key_block * Shape::kKeys;
   const int64_t row_stride = static_cast<int64_t>(params.base.forward.num_kv_heads) * num_columns;
   const int64_t element = (tile.first_key + first) * row_stride + tile.kv_head * num_columns;
-  with_gradient_type<T>(params.base, to, [&](auto* gradient) {
+  const auto store = [&](auto* gradient) {
     store_gradient(d, scale, gradient + element, row_stride, tile.num_keys - first, num_columns);
-  });
+  };
+  if (params.widens_key_gradients != 0) {
+    store(static_cast<float*>(to));
+  } else {
+    store(static_cast<T*>(to));
+  }
 }
 
 /// Computes P and dV of all tiles of the CTA. Executed by a warpgroup.

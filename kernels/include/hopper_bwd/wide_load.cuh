@@ -143,8 +143,11 @@ __device__ __forceinline__ void load_wide_tiles(const HopperWideBackwardParams& 
     const RaggedRows queries(tile.first_query, tile.num_queries), keys(tile.first_key, tile.num_keys);
     const int32_t num_queries = tile.num_queries, first_query = tile.first_query, num_blocks = tile.num_blocks;
     const int32_t first_block = tile.first_block, sequence = tile.sequence;
+    // Parts of the query heads of a KV head count as KV heads.
+    const int32_t key_head =
+        (Shape::kComputesDkDv || forward.group == 1 ? held_head : held_head / forward.group) >> params.log2_head_splits;
     if constexpr (Shape::kStreamsHeld) {
-      load_block(kLoadsValues ? params.v : params.k, Shape::kHeldAtomColumnBytes, held_head, keys,
+      load_block(kLoadsValues ? params.v : params.k, Shape::kHeldAtomColumnBytes, key_head, keys,
                  held_block * Shape::kKeys);
     } else {
       const Barrier empty = kLoadsValues ? pipeline.held_values_empty(tile_count) : pipeline.held_empty(tile_count);
@@ -153,7 +156,7 @@ __device__ __forceinline__ void load_wide_tiles(const HopperWideBackwardParams& 
         const Barrier full = kLoadsValues ? pipeline.held_values_full(tile_count) : pipeline.held_full(tile_count);
         const uint32_t to = kLoadsValues ? pipeline.held_values() : pipeline.held();
         if constexpr (Shape::kComputesDkDv) {
-          load_held<Shape, kAtomColumns>(to, kLoadsValues ? params.v : params.k, full, held_head, keys,
+          load_held<Shape, kAtomColumns>(to, kLoadsValues ? params.v : params.k, full, key_head, keys,
                                          held_block * Shape::kKeys);
         } else {
           load_held<Shape, kAtomColumns>(to, kLoadsValues ? wide_params.dout : wide_params.q, full, held_head, queries,
@@ -189,10 +192,9 @@ __device__ __forceinline__ void load_wide_tiles(const HopperWideBackwardParams& 
         }
       }
     } else {
-      const int32_t kv_head = forward.group == 1 ? held_head : held_head / forward.group;
 #pragma unroll 1
       for (int32_t block = first_block; block < first_block + num_blocks; ++block) {
-        load_block(kLoadsValues ? wide_params.v : wide_params.k, Shape::kAtomColumnBytes, kv_head, keys,
+        load_block(kLoadsValues ? wide_params.v : wide_params.k, Shape::kAtomColumnBytes, key_head, keys,
                    block * Shape::kKeys);
       }
     }

@@ -9,7 +9,7 @@ use crate::cuda::variants;
 use crate::error::Result;
 use crate::problem::attention::Attention;
 use crate::problem::flash_attn_varlen_bwd::FlashAttnVarlenBwd;
-use crate::problem::workspace::head_splits;
+use crate::problem::workspace::{head_splits, head_splits_of_few_tiles};
 
 /// Columns that a thread of `hopper_bwd_combine` adds up.
 const COMBINE_COLUMNS: usize = 8;
@@ -26,10 +26,18 @@ impl PartialGradients {
     /// No heads are split.
     pub(super) const NONE: Self = Self { log2_head_splits: 0, dk_bytes: 0, dv_bytes: 0 };
 
-    /// Those of the parts in which the call's query heads are computed. `tile` is its keys, and the queries of a
-    /// head per step of its loop.
-    pub(super) fn of(problem: &FlashAttnVarlenBwd, device: &Device, tile: [usize; 2]) -> Self {
-        let splits = num_splits(&problem.forward, problem.num_keys, device.sms as usize, tile);
+    /// Those of the parts in which the call's query heads are best computed, then those of fewer parts, which need less memory, down to
+    /// [`NONE`](Self::NONE). `tile` is its keys, and the queries of a head per step of its loop.
+    pub(super) fn candidates(
+        problem: &FlashAttnVarlenBwd,
+        device: &Device,
+        tile: [usize; 2],
+    ) -> impl Iterator<Item = Self> {
+        let best = num_splits(&problem.forward, problem.num_keys, device.sms as usize, tile);
+        (0..=best.ilog2()).rev().map(|log2_splits| Self::of(problem, 1 << log2_splits))
+    }
+
+    fn of(problem: &FlashAttnVarlenBwd, splits: usize) -> Self {
         if splits == 1 {
             return Self::NONE;
         }
@@ -52,14 +60,19 @@ fn num_splits(forward: &Attention, num_keys: usize, sms: usize, [tile_keys, step
     const ENOUGH_HEADS: usize = 31;
     /// Steps of a tile that are worth its start and end.
     const STEPS: usize = 32;
+    /// Steps below which a tile takes about as long as an empty one.
+    const FEW_STEPS: usize = 4;
     /// By how much the share of time in which SMs have a tile has to grow where all tiles have the same length.
     const GAIN: f64 = 1.02;
-    let mut splits = head_splits(forward.num_q_heads as i64, forward.num_kv_heads as i64) as usize;
+    let heads = forward.num_q_heads / forward.num_kv_heads;
+    let tiles = num_keys.div_ceil(tile_keys).saturating_mul(forward.num_kv_heads);
+    let [q_heads, kv_heads] = [forward.num_q_heads, forward.num_kv_heads].map(|heads| heads as i64);
+    let columns = forward.head_dim.max(forward.value_dim) as i64;
+    let of_few_tiles = head_splits_of_few_tiles(q_heads, kv_heads, tiles as i64);
+    let mut splits = head_splits(q_heads, kv_heads, columns).max(of_few_tiles) as usize;
     if splits == 1 {
         return 1;
     }
-    let heads = forward.num_q_heads / forward.num_kv_heads;
-    let tiles = num_keys.div_ceil(tile_keys).saturating_mul(forward.num_kv_heads);
     let is_bounded = |window: i64| (0..i64::from(i32::MAX)).contains(&window);
     let is_triangular = is_bounded(forward.score.window_left) != is_bounded(forward.score.window_right);
     if is_triangular {
@@ -81,8 +94,12 @@ fn num_splits(forward: &Attention, num_keys: usize, sms: usize, [tile_keys, step
     }
     let mean_length = (forward.num_rows / forward.max_seqs.max(1)).max(1);
     let mean_steps = |splits| heads / splits * mean_length.div_ceil(step_queries) / if is_triangular { 2 } else { 1 };
-    // A tenth of the SMs without a tile costs less than tiles that have too few steps.
-    while splits > 1 && mean_steps(splits) < STEPS && 10 * tiles * (splits / 2) >= 9 * sms {
+    // A tenth of the SMs without a tile costs less than tiles that have too few steps, and fewer tiles than SMs less than a second wave of
+    // tiles that hardly have any.
+    while splits > 1
+        && (mean_steps(splits) < STEPS && 10 * tiles * (splits / 2) >= 9 * sms
+            || mean_steps(splits) < FEW_STEPS && tiles * splits > sms)
+    {
         splits /= 2;
     }
     splits

@@ -1,7 +1,7 @@
 //! The strategy for Hopper past 128 columns: which calls it takes and its launches.
 //!
-//! Two launches: the plan and the row statistics, and the gradients. One CTA computes all of an element of the gradients,
-//! so the workspace has no `dq_accum`.
+//! Two launches: the plan and the row statistics, and the gradients; and one that adds up dK and dV where query heads of a KV head
+//! are split. One CTA computes all of an element of dQ, so the workspace has no `dq_accum`.
 
 use super::deferred::defer_params;
 use super::head_splits::PartialGradients;
@@ -14,9 +14,7 @@ use crate::cuda::tiles::{HOPPER_BWD_WIDE, HopperBwdWideTile};
 use crate::cuda::variants;
 use crate::error::Result;
 use crate::problem::flash_attn_varlen_bwd::FlashAttnVarlenBwd;
-
-/// Up to this many columns, these kernels would mostly multiply zeros.
-const MAX_NARROW_DIM: usize = 128;
+use crate::problem::workspace::MAX_NARROW_COLUMNS;
 
 /// Keys of a work tile of dK and dV, and queries of a work tile of dQ.
 const KEYS: i64 = 64;
@@ -42,7 +40,8 @@ impl HopperWideBackward {
     /// `None` if these kernels do not support the call.
     fn of(problem: &FlashAttnVarlenBwd, device: &Device) -> Option<Self> {
         let forward = &problem.forward;
-        if forward.head_dim.max(forward.value_dim) <= MAX_NARROW_DIM {
+        // They would mostly multiply zeros.
+        if forward.head_dim.max(forward.value_dim) as i64 <= MAX_NARROW_COLUMNS {
             return None;
         }
         let logits = logits_transform(forward)?;
@@ -52,13 +51,18 @@ impl HopperWideBackward {
                 tile.gradient == gradient && tile.logits == logits && fits
             })
         };
-        let layout = WorkspaceLayout::of(problem, QUERIES, 0, PartialGradients::NONE)?;
-        let config = Self { tiles: [tile_of("dkdv")?, tile_of("dq")?], layout };
-        let blocks = layout.num_query_blocks.saturating_mul(forward.num_q_heads) as i64;
-        let fits = blocks < i64::from(i32::MAX - 0xffff)
-            && layout.supports(problem, device, config.tiles[0].step_rows, &config.dkdv_tensor_maps(problem))
-            && layout.supports(problem, device, config.tiles[0].step_rows, &config.dq_tensor_maps(problem));
-        fits.then_some(config)
+        let tiles = [tile_of("dkdv")?, tile_of("dq")?];
+        let step_rows = tiles[0].step_rows;
+        let config_with = |partial| {
+            let layout = WorkspaceLayout::of(problem, QUERIES, 0, partial)?;
+            let config = Self { tiles, layout };
+            let blocks = layout.num_query_blocks.saturating_mul(forward.num_q_heads) as i64;
+            let fits = blocks < i64::from(i32::MAX - 0xffff)
+                && layout.supports(problem, device, step_rows, &config.dkdv_tensor_maps(problem))
+                && layout.supports(problem, device, step_rows, &config.dq_tensor_maps(problem));
+            fits.then_some(config)
+        };
+        PartialGradients::candidates(problem, device, [KEYS as usize, step_rows as usize]).find_map(config_with)
     }
 
     /// The launches, in order.
@@ -66,7 +70,7 @@ impl HopperWideBackward {
         let dtype = variants::dtype_value(problem.forward.q.dtype);
         let [keys, queries] = self.tiles;
         let blocks = self.layout.num_query_blocks * problem.forward.num_q_heads;
-        let tiles = max_tiles(problem, KEYS).max(blocks as i64);
+        let tiles = (max_tiles(problem, KEYS) << self.layout.log2_head_splits).max(blocks as i64);
         let shared_memory = keys.shared_bytes.max(queries.shared_bytes);
         let plan = if keys.dim > 192 { "256" } else { "192" };
         let prepare_values = [dtype, plan];
@@ -74,6 +78,7 @@ impl HopperWideBackward {
         let main_values = [dtype, keys.head_dim, keys.logits];
         let config = self.layout.main_config(problem, &device, tiles, shared_memory);
         let main = ("hopper_bwd_wide", config, &main_values[..]);
+        let layout = self.layout;
         let params = defer_params(move || {
             let [q, k, v, dout] = self.dq_tensor_maps(problem);
             Ok(HopperWideBackwardParams {
@@ -84,7 +89,9 @@ impl HopperWideBackward {
                 dout: dout.encode(problem)?,
             })
         });
-        build_launches(problem, &[prepare], main, &Parameter::HopperWide(params))
+        let mut launches = build_launches(problem, &[prepare], main, &Parameter::HopperWide(params))?;
+        launches.extend(layout.combine(problem)?);
+        Ok(launches)
     }
 
     /// Tensor maps of q, k, v, dout, dk, dv for the kernel of dK and dV, which streams q and dout.

@@ -3,7 +3,7 @@
 use super::*;
 use crate::cuda::attention::tests::{device, problem};
 use crate::problem::attention::{Alibi, Bias, KeyRanges};
-use crate::problem::workspace::{AttentionSizes, BiasSizes, head_splits};
+use crate::problem::workspace::{AttentionSizes, BiasSizes, head_splits, head_splits_of_few_tiles};
 use crate::problem::{KvView, Op};
 use crate::tensor::{DType, Tensor};
 use std::ptr::{dangling, null, null_mut};
@@ -100,7 +100,9 @@ fn a_bias_whose_rows_tma_does_not_load_is_copied() {
         problem.dbias = Some(Tensor::dense(dtype, null_mut(), &[]));
         let launches = HopperBackward::of(&problem, &device(true)).map(|of| of.launches(&problem, device(true)));
         let launches = launches.transpose().expect("there are kernels").unwrap_or_default();
-        launches.iter().map(|launch| launch.kernel).collect::<Vec<_>>()
+        // Query heads may be split.
+        let kernels = launches.iter().map(|launch| launch.kernel).filter(|kernel| *kernel != "hopper_bwd_combine");
+        kernels.collect::<Vec<_>>()
     };
     let kernels_of = |head_dim, window_right, keys, seqs, dtype| {
         kernels_with_rows(DType::BF16, head_dim, window_right, [9, keys], seqs, dtype)
@@ -173,9 +175,9 @@ fn short_sequences_of_large_groups_are_left_to_the_portable_kernels() {
         let mut problem = gradients(128);
         problem.workspace = Some(Tensor::dense(DType::U8, null_mut(), &[90_000_000]));
         problem.forward = Attention { max_seqs: seqs, num_q_heads: heads, ..problem.forward };
-        HopperBackward::of(&problem, &device(true)).is_some()
+        HopperBackward::of(&problem, &Device { sms: 92, ..device(true) }).is_some()
     };
-    // A step has 64 queries: 21 rows per sequence are a third of it.
+    // Two KV heads. Up to 46 sequences have an SM per KV head.
     assert!(takes(46, 8) && !takes(47, 8) && takes(500, 6));
 }
 
@@ -199,20 +201,23 @@ fn query_heads_of_few_kv_heads_are_split() {
         1 << layout.log2_head_splits
     };
     for (heads, expected) in [
-        ([16, 1], 8),
-        ([8, 1], 4),
+        ([16, 1], 16),
+        ([8, 1], 8),
         ([28, 1], 4),
         ([12, 1], 4),
         ([24, 2], 4),
-        ([32, 4], 2),
+        ([32, 4], 4),
         ([7, 1], 1),
         ([2, 2], 1),
-        ([64, 8], 1),
+        ([64, 8], 2),
     ] {
         assert_eq!(splits_of(heads, [1, 1000], 0, LARGE), expected, "{heads:?}");
     }
-    // Without the parts' memory.
-    assert_eq!(splits_of([16, 1], [1, 1000], 0, &[11_000_000]), 1);
+    // With less memory than the parts take.
+    assert_eq!(splits_of([16, 1], [1, 1000], 0, &[11_000_000]), 2);
+    assert_eq!(splits_of([16, 1], [1, 1000], 0, &[9_000_000]), 1);
+    // Tiles with hardly any steps, of which there would be more than SMs.
+    assert_eq!(splits_of([8, 1], [17, 127], 0, LARGE), 4);
     // With enough tiles, a part has eight heads, or its tiles at least 32 steps.
     let splits_of_16k_tokens = |seqs| {
         let calls = [[16, 1], [32, 1], [64, 1], [16, 4], [32, 4]];
@@ -231,9 +236,12 @@ fn what_the_front_ends_allocate_is_enough() {
     // Past 128 columns there is no dq_accum.
     let wide = [(192, 128, 0), (256, 128, 0)];
     for (dim, queries, columns) in narrow.map(|tile| (tile.head_dim, tile.queries, tile.head_dim)).chain(wide) {
+        let is_narrow = columns > 0;
         // The call has one KV head, and as many keys as queries.
         let partial_gradients = |keys: usize, heads: usize| {
-            let splits = head_splits(heads as i64, 1) as usize;
+            let heads = heads as i64;
+            let tiles = keys.div_ceil(if is_narrow { 128 } else { 64 }) as i64;
+            let splits = head_splits(heads, 1, i64::from(dim)).max(head_splits_of_few_tiles(heads, 1, tiles)) as usize;
             let column_bytes = if splits == 1 { 0 } else { 4 * splits * keys };
             let dims = [dim as usize, dim as usize - 8];
             let [dk_bytes, dv_bytes] = dims.map(|columns| columns * column_bytes);
@@ -253,7 +261,7 @@ fn what_the_front_ends_allocate_is_enough() {
                 let wanted = sizes.gradients_workspace();
                 let allocated = wanted.fixed + wanted.per_row * rows as i64 + wanted.per_sequence * seqs as i64;
                 for start in [0x1000, 0x1001, 0x107f] {
-                    let partial = if columns == 0 { PartialGradients::NONE } else { partial_gradients(rows, heads) };
+                    let partial = partial_gradients(rows, heads);
                     let counts = [rows, seqs, heads];
                     let place =
                         |options| WorkspaceLayout::new(start as *mut u8, queries, columns, counts, partial, options);
@@ -279,7 +287,7 @@ fn what_the_front_ends_allocate_is_enough() {
                         (LayoutOptions { bias_bytes: bytes, ..LayoutOptions::default() }, copy_bytes)
                     });
                     let with_ranges = |keys| LayoutOptions { range_keys: Some(keys), ..LayoutOptions::default() };
-                    if columns > 0 {
+                    if is_narrow {
                         assert!(place(with_bias).bytes as i64 <= allocated, "{rows} rows, {seqs} sequences");
                         for (with_copied_bias, copy_bytes) in copies {
                             assert!(place(with_copied_bias).bytes as i64 <= allocated + copy_bytes);
@@ -288,8 +296,9 @@ fn what_the_front_ends_allocate_is_enough() {
                         assert!(place(with_ranges(20 * rows)).bytes as i64 <= allocated);
                     }
                     assert!(layout.bytes as i64 <= allocated, "{rows} rows, {seqs} sequences, {heads} heads");
-                    // At most 2 % of the allocation is unused.
-                    assert!(allocated <= layout.bytes as i64 * 51 / 50 + 10_000 * heads as i64);
+                    // At most 2 % of the allocation is unused, beside the memory for parts of few tiles or of many.
+                    let most_partial_bytes = partial.dk_bytes.max(30_000_000) as i64 * 2;
+                    assert!(allocated <= layout.bytes as i64 * 51 / 50 + 10_000 * heads as i64 + most_partial_bytes);
                 }
             }
         }
