@@ -5,7 +5,7 @@ pub(super) mod tests;
 mod tiles;
 
 use super::loaded_bias::loaded_bias;
-use super::split::room;
+use super::split::{longest_tile, room};
 use super::tiles::transforms_logits;
 use super::{Call, Launch, Launches, MAX_SHORT_ROWS, Parameter, UNLIMITED, decode, longest_or_mean_queries, max_tiles};
 use crate::cuda::device::Device;
@@ -22,7 +22,7 @@ use crate::cuda::tensor_map::{Axis, L2Promotion, TensorMap, supports_tma};
 use crate::cuda::tiles::{HOPPER_PREFILL, HopperPrefillTile};
 use crate::cuda::variants;
 use crate::error::Result;
-use crate::problem::attention::{Attention, Bias, KeyStorage, Score};
+use crate::problem::attention::{Attention, Bias, KeyStorage};
 use crate::problem::{KvScaleCache, KvView};
 use crate::tensor::{DType, Tensor};
 use std::ptr::null_mut;
@@ -156,16 +156,10 @@ impl HopperPrefill {
     /// them although their keys are not split.
     fn takes_all(&self, problem: &Attention) -> bool {
         let (rows, seqs) = (problem.num_rows as i64, problem.max_seqs as i64);
-        let Score { window_left, window_right, .. } = problem.score;
-        let capacity = match problem.keys.storage {
-            KeyStorage::Contiguous { total } => total as i64,
-            KeyStorage::Paged(table) => table.capacity() as i64,
-        };
-        let is_bounded = window_left >= 0 && window_right >= 0;
-        let window = if is_bounded { window_left.saturating_add(window_right).saturating_add(1) } else { capacity };
+        let capacity = problem.keys.storage.capacity().1 as i64;
         let keys_are_few = match problem.keys.storage {
-            _ if capacity.min(window) <= FEW_KEYS => true,
-            KeyStorage::Contiguous { total } => total as i64 <= 2 * rows,
+            _ if longest_tile(problem, 1) <= FEW_KEYS => true,
+            KeyStorage::Contiguous { .. } => capacity <= 2 * rows,
             KeyStorage::Paged(_) => rows >= LONG_ON_AVERAGE * seqs && capacity.saturating_mul(seqs) <= 4 * rows,
         };
         let group = (problem.num_q_heads / problem.num_kv_heads) as i64;

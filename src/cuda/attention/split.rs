@@ -148,8 +148,8 @@ fn max_fixed_splits(num_kv_heads: i64) -> i32 {
     (256 / num_kv_heads).clamp(8, 128) as i32
 }
 
-/// Maximum number of keys that any row of a tile attends to.
-fn longest_tile(problem: &Attention, max_queries: i64) -> i64 {
+/// Maximum number of keys that the rows of a tile of up to `max_queries` queries attend to.
+pub(super) fn longest_tile(problem: &Attention, max_queries: i64) -> i64 {
     let capacity = problem.keys.storage.capacity().1 as i64;
     let score = &problem.score;
     if score.window_left < 0 || score.window_right < 0 {

@@ -3,7 +3,7 @@
 use super::super::LaunchPlan;
 use super::super::tests::{device, named_on, problem};
 use super::*;
-use crate::problem::attention::{Alibi, Keys, PageTable, Queries};
+use crate::problem::attention::{Alibi, Keys, PageTable, Queries, Score};
 use crate::problem::{KvScaleCache, Scale};
 use crate::tensor::DType;
 use std::ptr::null;
