@@ -8,7 +8,7 @@ get K and V in two caches, and FlashInfer's host plan is not timed. The output h
 $OUT/random_<group>.jsonl if OUT is set, and at the end the cases that are the slowest beside their best peer.
 """
 
-import dataclasses
+import functools
 import itertools
 import json
 import math
@@ -80,22 +80,17 @@ def draw_paged(draw):
     return decode.Case(name, q_lens, lens, *heads, dim, page, window)
 
 
-def draw_packed(draw):
+def draw_packed(draw, takes_windows=True):
     """A random batch of packed sequences."""
     dim = draw.choice([128, 128, 128, 64, 256, 96, 192])
     heads = draw.choice(HEADS.get(dim, HEADS[128]))
     lens, lengths = draw_lens(draw, log_uniform(draw, 1, 256))
     causal = draw.random() < 0.7
-    window = draw.choice(WINDOWS[dim]) if causal and dim in WINDOWS and draw.random() < 0.15 else -1
+    has_window = causal and dim in WINDOWS and draw.random() < 0.15
+    window = draw.choice(WINDOWS[dim]) if has_window and takes_windows else -1
     name = f"{len(lens)} x {lengths}, {heads[0]}/{heads[1]} of {dim}, {'causal' if causal else 'full'}"
     name += f", window {window}" if window >= 0 else ""
     return prefill_cases.Case(name, lens, lens, *heads, dim, causal=causal, window=window)
-
-
-def draw_gradients(draw):
-    """The same without a window, which calls of gradients here do not have."""
-    case = draw_packed(draw)
-    return dataclasses.replace(case, name=case.name.partition(", window")[0], window=-1)
 
 
 def operand_bytes(case):
@@ -122,7 +117,7 @@ def gradient_calls(case, table):
 GROUPS = {
     "paged": (draw_paged, decode.paged_calls, peers.PAGED),
     "packed": (draw_packed, prefill.contiguous_calls, peers.PREFILL),
-    "gradients": (draw_gradients, gradient_calls, training.PEERS),
+    "gradients": (functools.partial(draw_packed, takes_windows=False), gradient_calls, training.PEERS),
 }
 
 
@@ -136,8 +131,8 @@ def prepare(case, make_calls, table):
     """Per library whose results agree with ours, a call that takes other operands each time."""
     copies = max(1, min(MOST_COPIES, math.ceil(COPIES_BYTES / operand_bytes(case))))
     calls = [make_calls(case, table) for _ in range(copies)]
-    agree = [name for name in agreeing(calls[0], 3e-2) if name == "ours" or not name.startswith("ours")]
-    return {name: in_turn([one[name] for one in calls]) for name in agree}
+    first = {name: call for name, call in calls[0].items() if name in ("ours", *table)}
+    return {name: in_turn([one[name] for one in calls]) for name in agreeing(first, 3e-2)}
 
 
 def main(group="paged", *words):

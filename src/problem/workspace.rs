@@ -137,15 +137,16 @@ pub fn head_splits(num_q_heads: i64, num_kv_heads: i64, columns: i64) -> i64 {
     most_splits(num_q_heads, num_kv_heads, is_possible)
 }
 
-/// Tiles of dK and dV of all parts, up to which a call of few tokens splits its query heads into more parts.
-const FEW_HEAD_SPLIT_TILES: i64 = 192;
+/// Tiles of dK and dV of all parts, up to which a call of few tokens splits its query heads into more parts. The memory for these is the
+/// same for all calls.
+pub(crate) const FEW_HEAD_SPLIT_TILES: i64 = 192;
 
-/// Parts into which they may split them where the KV heads have `tiles` tiles of keys. The memory for these parts is the same for all
-/// calls.
+/// The most parts into which Hopper's gradients may split the query heads of a KV head where all KV heads have `tiles` tiles of keys:
+/// [`head_splits`], or more for few tiles.
 #[cfg(feature = "cuda")]
-pub(crate) fn head_splits_of_few_tiles(num_q_heads: i64, num_kv_heads: i64, tiles: i64) -> i64 {
+pub(crate) fn max_head_splits(num_q_heads: i64, num_kv_heads: i64, columns: i64, tiles: i64) -> i64 {
     let is_possible = |parts: i64| parts.saturating_mul(tiles) <= FEW_HEAD_SPLIT_TILES.saturating_mul(num_kv_heads);
-    most_splits(num_q_heads, num_kv_heads, is_possible)
+    head_splits(num_q_heads, num_kv_heads, columns).max(most_splits(num_q_heads, num_kv_heads, is_possible))
 }
 
 /// The most parts of a KV head, so that `is_possible(parts of all KV heads)`.

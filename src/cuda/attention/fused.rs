@@ -79,10 +79,10 @@ fn tiles(call: &Call) -> Option<(HopperPrefill, &'static AttentionTile)> {
 #[cfg(test)]
 mod tests {
     use super::super::LaunchPlan;
-    use super::super::hopper::tests::paged;
+    use super::super::hopper::tests::{paged, ragged};
     use super::super::tests::{device, named_on};
     use super::*;
-    use crate::problem::attention::{Attention, Queries};
+    use crate::problem::attention::{Attention, Keys, Queries};
     use crate::tensor::{DType, Tensor};
 
     const BYTES: [i64; 1] = [9_000_001];
@@ -126,7 +126,9 @@ mod tests {
         capped.score.softcap = 30.0;
         let many_heads = Attention { num_kv_heads: 133, num_q_heads: 133, ..paged(16) };
         let invariant = Attention { batch_invariant: true, ..paged(16) };
-        for problem in [few_rows, capped, many_heads, invariant, paged(8), paged(24)] {
+        let storage = KeyStorage::Contiguous { total: 4096 };
+        let contiguous = Attention { keys: Keys { storage, ..ragged().keys }, ..ragged() };
+        for problem in [few_rows, capped, many_heads, invariant, paged(8), paged(24), contiguous] {
             assert_eq!(names(&with_workspace(&problem)).len(), 2);
         }
         assert_eq!(names(&paged(16)).len(), 2);

@@ -75,7 +75,7 @@ const FEW_KEYS: i64 = 1024;
 /// Strategy: one launch of prefill for all sequences of a call, nearly all of which are long.
 pub(super) fn launches_for_all<'c>(call: &Call<'c>) -> Result<Option<Launches<'c>>> {
     let prefill = HopperPrefill::of(call.problem, &call.device);
-    let Some(prefill) = prefill.filter(|prefill| prefill.takes_all(call.problem)) else { return Ok(None) };
+    let Some(prefill) = prefill.filter(|prefill| prefill.takes_all(call)) else { return Ok(None) };
     prefill.launch_for_all(call).map(Some)
 }
 
@@ -154,16 +154,16 @@ impl HopperPrefill {
     /// Whether prefill computes the short sequences too, which saves decode's launches. Where there are few keys per row (packed keys, or
     /// the capacity of the block table and the window), sequences that hardly fill a tile have few keys, so prefill takes no longer for
     /// them although their keys are not split.
-    fn takes_all(&self, problem: &Attention) -> bool {
-        let (rows, seqs) = (problem.num_rows as i64, problem.max_seqs as i64);
-        let capacity = problem.keys.storage.capacity().1 as i64;
-        let keys_are_few = match problem.keys.storage {
-            _ if longest_tile(problem, 1) <= FEW_KEYS => true,
-            KeyStorage::Contiguous { .. } => capacity <= 2 * rows,
-            KeyStorage::Paged(_) => rows >= LONG_ON_AVERAGE * seqs && capacity.saturating_mul(seqs) <= 4 * rows,
-        };
-        let group = (problem.num_q_heads / problem.num_kv_heads) as i64;
-        let are_long = rows.saturating_mul(group) > MAX_SHORT_ROWS * seqs || self.tile.is_tiny();
+    fn takes_all(&self, call: &Call) -> bool {
+        let (problem, rows, seqs) = (call.problem, call.rows(), call.seqs());
+        let keys_are_few = longest_tile(problem, 1) <= FEW_KEYS
+            || match problem.keys.storage {
+                KeyStorage::Contiguous { total } => total as i64 <= 2 * rows,
+                KeyStorage::Paged(table) => {
+                    rows >= LONG_ON_AVERAGE * seqs && (table.capacity() as i64).saturating_mul(seqs) <= 4 * rows
+                }
+            };
+        let are_long = rows.saturating_mul(call.group()) > MAX_SHORT_ROWS * seqs || self.tile.is_tiny();
         !problem.batch_invariant && are_long && keys_are_few
     }
 

@@ -9,7 +9,7 @@ use crate::cuda::variants;
 use crate::error::Result;
 use crate::problem::attention::Attention;
 use crate::problem::flash_attn_varlen_bwd::FlashAttnVarlenBwd;
-use crate::problem::workspace::{head_splits, head_splits_of_few_tiles};
+use crate::problem::workspace::max_head_splits;
 
 /// Columns that a thread of `hopper_bwd_combine` adds up.
 const COMBINE_COLUMNS: usize = 8;
@@ -68,8 +68,7 @@ fn num_splits(forward: &Attention, num_keys: usize, sms: usize, [tile_keys, step
     let tiles = num_keys.div_ceil(tile_keys).saturating_mul(forward.num_kv_heads);
     let [q_heads, kv_heads] = [forward.num_q_heads, forward.num_kv_heads].map(|heads| heads as i64);
     let columns = forward.head_dim.max(forward.value_dim) as i64;
-    let of_few_tiles = head_splits_of_few_tiles(q_heads, kv_heads, tiles as i64);
-    let mut splits = head_splits(q_heads, kv_heads, columns).max(of_few_tiles) as usize;
+    let mut splits = max_head_splits(q_heads, kv_heads, columns, tiles as i64) as usize;
     if splits == 1 {
         return 1;
     }

@@ -67,7 +67,7 @@ pub(super) struct WorkspaceLayout {
     dq_accum: *mut u8,
     partial_dk: *mut u8,
     partial_dv: *mut u8,
-    pub(super) log2_head_splits: u32,
+    log2_head_splits: u32,
     sequence_starts: *mut u8,
     copied_bias: *mut u8,
     key_ranges: Option<KeyRangeLayout>,
@@ -229,9 +229,9 @@ impl WorkspaceLayout {
         })
     }
 
-    /// The launch that adds up dK and dV of the parts of split query heads.
-    pub(super) fn combine<'p>(&self, problem: &FlashAttnVarlenBwd) -> Result<Option<Launch<'p>>> {
-        head_splits::combine(problem, self.log2_head_splits, [self.partial_dk, self.partial_dv])
+    /// Upper bound of the number of tiles of `keys` keys of all parts.
+    pub(super) fn max_tiles(&self, problem: &FlashAttnVarlenBwd, keys: i64) -> i64 {
+        max_tiles(problem, keys) << self.log2_head_splits
     }
 
     /// The launch configuration of `hopper_bwd_prepare`.
@@ -260,11 +260,12 @@ impl WorkspaceLayout {
 /// A kernel's name, launch configuration and axis values. Its parameter begins with a [`HopperBackwardParams`].
 pub(super) type KernelStep<'a> = (&'static str, LaunchConfig, &'a [&'static str]);
 
-/// The launches of `before` and `main`, followed by that of the sinks' gradients if the call has any. The main kernel starts
-/// while the last CTAs of the one before it run, and waits for their end before it reads anything
-/// (`wait_for_previous_kernel`).
+/// The launches of `before` and `main`, followed by that of the sinks' gradients if the call has any, and that which adds up dK and
+/// dV of the parts of split query heads. The main kernel starts while the last CTAs of the one before it run, and waits for their
+/// end before it reads anything (`wait_for_previous_kernel`).
 pub(super) fn build_launches<'p>(
     problem: &FlashAttnVarlenBwd,
+    layout: &WorkspaceLayout,
     before: &[KernelStep],
     main: KernelStep,
     parameter: &Parameter<'p>,
@@ -278,6 +279,8 @@ pub(super) fn build_launches<'p>(
     let mut launches = before.iter().map(launch_of).collect::<Result<Vec<_>>>()?;
     launches.push(main);
     launches.extend(sinks(problem, parameter.clone())?);
+    let partial_gradients = [layout.partial_dk, layout.partial_dv];
+    launches.extend(head_splits::combine(problem, layout.log2_head_splits, partial_gradients)?);
     Ok(launches)
 }
 
@@ -311,7 +314,7 @@ impl HopperBackward {
     fn launches<'p>(self, problem: &'p FlashAttnVarlenBwd, device: Device) -> Result<Vec<Launch<'p>>> {
         let (layout, loaded_bias) = (self.layout, self.bias);
         let prepare = WorkspaceLayout::prepare_config(problem);
-        let tiles = max_tiles(problem, KEYS) << layout.log2_head_splits;
+        let tiles = layout.max_tiles(problem, KEYS);
         let main = layout.main_config(problem, &device, tiles, self.tile.shared_bytes);
         let dtype = variants::dtype_value(problem.forward.q.dtype);
         let values = [dtype, self.tile.head_dim_value, self.tile.logits];
@@ -334,8 +337,7 @@ impl HopperBackward {
         let of_bias = loaded_bias.map(|bias| hopper_bias::launches(problem, &bias, device, row_stats));
         let [copying, after] = of_bias.transpose()?.unwrap_or_default();
         let mut launches = Vec::from_iter(copying);
-        launches.extend(build_launches(problem, &before, ("hopper_bwd", main, &values[..]), &parameter)?);
-        launches.extend(layout.combine(problem)?);
+        launches.extend(build_launches(problem, &layout, &before, ("hopper_bwd", main, &values[..]), &parameter)?);
         launches.extend(after);
         Ok(launches)
     }
@@ -377,7 +379,7 @@ fn counts_fit(problem: &FlashAttnVarlenBwd) -> bool {
 }
 
 /// Upper bound of the number of tiles of `keys` keys in any batch of these sizes.
-pub(super) fn max_tiles(problem: &FlashAttnVarlenBwd, keys: i64) -> i64 {
+fn max_tiles(problem: &FlashAttnVarlenBwd, keys: i64) -> i64 {
     let forward = &problem.forward;
     let blocks = problem.num_keys as i64 / keys + forward.max_seqs as i64;
     blocks.saturating_mul(forward.num_kv_heads as i64)

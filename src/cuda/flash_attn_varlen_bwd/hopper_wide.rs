@@ -5,7 +5,7 @@
 
 use super::deferred::defer_params;
 use super::head_splits::PartialGradients;
-use super::hopper::{WorkspaceLayout, build_launches, logits_transform, max_tiles};
+use super::hopper::{WorkspaceLayout, build_launches, logits_transform};
 use super::tensor_maps::TensorMapConfig;
 use super::{Launch, Parameter};
 use crate::cuda::device::Device;
@@ -68,30 +68,28 @@ impl HopperWideBackward {
     /// The launches, in order.
     fn launches<'p>(self, problem: &'p FlashAttnVarlenBwd, device: Device) -> Result<Vec<Launch<'p>>> {
         let dtype = variants::dtype_value(problem.forward.q.dtype);
+        let layout = self.layout;
         let [keys, queries] = self.tiles;
-        let blocks = self.layout.num_query_blocks * problem.forward.num_q_heads;
-        let tiles = (max_tiles(problem, KEYS) << self.layout.log2_head_splits).max(blocks as i64);
+        let blocks = layout.num_query_blocks * problem.forward.num_q_heads;
+        let tiles = layout.max_tiles(problem, KEYS).max(blocks as i64);
         let shared_memory = keys.shared_bytes.max(queries.shared_bytes);
         let plan = if keys.dim > 192 { "256" } else { "192" };
         let prepare_values = [dtype, plan];
         let prepare = ("hopper_bwd_prepare", WorkspaceLayout::prepare_config(problem), &prepare_values[..]);
         let main_values = [dtype, keys.head_dim, keys.logits];
-        let config = self.layout.main_config(problem, &device, tiles, shared_memory);
+        let config = layout.main_config(problem, &device, tiles, shared_memory);
         let main = ("hopper_bwd_wide", config, &main_values[..]);
-        let layout = self.layout;
         let params = defer_params(move || {
             let [q, k, v, dout] = self.dq_tensor_maps(problem);
             Ok(HopperWideBackwardParams {
-                common: self.layout.params(problem, &device, &self.dkdv_tensor_maps(problem))?,
+                common: layout.params(problem, &device, &self.dkdv_tensor_maps(problem))?,
                 q: q.encode(problem)?,
                 k: k.encode(problem)?,
                 v: v.encode(problem)?,
                 dout: dout.encode(problem)?,
             })
         });
-        let mut launches = build_launches(problem, &[prepare], main, &Parameter::HopperWide(params))?;
-        launches.extend(layout.combine(problem)?);
-        Ok(launches)
+        build_launches(problem, &layout, &[prepare], main, &Parameter::HopperWide(params))
     }
 
     /// Tensor maps of q, k, v, dout, dk, dv for the kernel of dK and dV, which streams q and dout.

@@ -3,7 +3,7 @@
 use super::*;
 use crate::cuda::attention::tests::{device, problem};
 use crate::problem::attention::{Alibi, Bias, KeyRanges};
-use crate::problem::workspace::{AttentionSizes, BiasSizes, head_splits, head_splits_of_few_tiles};
+use crate::problem::workspace::{AttentionSizes, BiasSizes, FEW_HEAD_SPLIT_TILES, head_splits, max_head_splits};
 use crate::problem::{KvView, Op};
 use crate::tensor::{DType, Tensor};
 use std::ptr::{dangling, null, null_mut};
@@ -237,11 +237,11 @@ fn what_the_front_ends_allocate_is_enough() {
     let wide = [(192, 128, 0), (256, 128, 0)];
     for (dim, queries, columns) in narrow.map(|tile| (tile.head_dim, tile.queries, tile.head_dim)).chain(wide) {
         let is_narrow = columns > 0;
+        let tile_keys = if is_narrow { 128 } else { 64 };
         // The call has one KV head, and as many keys as queries.
         let partial_gradients = |keys: usize, heads: usize| {
-            let heads = heads as i64;
-            let tiles = keys.div_ceil(if is_narrow { 128 } else { 64 }) as i64;
-            let splits = head_splits(heads, 1, i64::from(dim)).max(head_splits_of_few_tiles(heads, 1, tiles)) as usize;
+            let tiles = keys.div_ceil(tile_keys) as i64;
+            let splits = max_head_splits(heads as i64, 1, i64::from(dim), tiles) as usize;
             let column_bytes = if splits == 1 { 0 } else { 4 * splits * keys };
             let dims = [dim as usize, dim as usize - 8];
             let [dk_bytes, dv_bytes] = dims.map(|columns| columns * column_bytes);
@@ -296,9 +296,16 @@ fn what_the_front_ends_allocate_is_enough() {
                         assert!(place(with_ranges(20 * rows)).bytes as i64 <= allocated);
                     }
                     assert!(layout.bytes as i64 <= allocated, "{rows} rows, {seqs} sequences, {heads} heads");
-                    // At most 2 % of the allocation is unused, beside the memory for parts of few tiles or of many.
-                    let most_partial_bytes = partial.dk_bytes.max(30_000_000) as i64 * 2;
-                    assert!(allocated <= layout.bytes as i64 * 51 / 50 + 10_000 * heads as i64 + most_partial_bytes);
+                    // Beside dK and dV of parts, of few tiles or of as many keys as queries, at most 2 % of the allocation is unused.
+                    let partial_bytes = (partial.dk_bytes + partial.dv_bytes) as i64;
+                    let splits = match head_splits(heads as i64, 1, dim) {
+                        1 => 0,
+                        splits => splits,
+                    };
+                    let few_tile_keys = if heads > 1 { FEW_HEAD_SPLIT_TILES * tile_keys as i64 } else { 0 };
+                    let most_partial_bytes = 4 * (2 * dim - 8) * (splits * rows as i64 + few_tile_keys);
+                    let used = layout.bytes as i64 - partial_bytes;
+                    assert!(allocated - most_partial_bytes <= used * 51 / 50 + 10_000 * heads as i64);
                 }
             }
         }
