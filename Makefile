@@ -197,6 +197,7 @@ lint: $(VENV)/build.stamp
 	rustfmt --edition 2024 --check $$(git ls-files '*.rs')
 	@$(call parallel,$(VENV)/test.stamp,cargo clippy --locked --workspace --all-targets --all-features -- -D warnings)
 	cargo clippy --locked --all-targets --no-default-features -- -D warnings
+	RUSTDOCFLAGS='-D warnings' cargo doc --locked --no-deps --lib
 	clang-format --dry-run --Werror $$(git ls-files '*.c' '*.cc' '*.h' '*.cu' '*.cuh' ':!*/xla_attention.h')
 	ruff check .
 	ruff format --check .

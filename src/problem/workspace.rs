@@ -129,7 +129,7 @@ pub(crate) const MAX_NARROW_COLUMNS: i64 = 128;
 
 /// Parts into which Hopper's gradients may split the query heads of a KV head, so that few KV heads keep all SMs busy, however many
 /// tokens there are: a power of two. A part has at least two query heads, and all KV heads have at most eight parts together, four past
-/// [`MAX_NARROW_COLUMNS`], which is enough for 4k tokens; each part has a dK and dV in f32.
+/// 128 columns, which is enough for 4k tokens; each part has a dK and dV in f32.
 #[must_use]
 pub fn head_splits(num_q_heads: i64, num_kv_heads: i64, columns: i64) -> i64 {
     let most = if columns > MAX_NARROW_COLUMNS { 4 } else { 8 };
