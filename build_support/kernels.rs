@@ -1,7 +1,8 @@
 //! Compiles every variant of `kernels/variants.toml` to PTX with nvcc and to cubins with ptxas.
 //!
 //! Results are cached in `<target>/kernels` under a hash of everything that they depend on. All cargo profiles, clippy and pip
-//! share them, and only changed variants are compiled.
+//! share them, and only changed variants are compiled. They are cached under a hash of the PTX, too: after a change of a header, ptxas,
+//! which takes most of the time, assembles those variants whose PTX is another.
 
 use crate::process::{self, python, run, target_folder};
 use crate::variants::Variant;
@@ -152,32 +153,48 @@ impl<'a> Compiler<'a> {
             return Ok((serde_json::from_slice(&text)?, None));
         }
         let start = Instant::now();
-        let compiled = self.compile(variant, &source, &stem)?;
-        // The record is written last: if it exists, its images are complete.
-        process::write(&record, &serde_json::to_string(&compiled)?)?;
+        let ptx_file = self.cache.join(format!("{stem}.{}.ptx", std::process::id()));
+        let ptx = self.ptx(variant, &source, &ptx_file)?;
+        let mut key = self.common.clone();
+        key.update(format!("{} {:?}", variant.kernel.target, variant.kernel.sass));
+        key.update(&ptx);
+        let stem = format!("{}.{:.16}", variant.name(), format!("{:x}", key.finalize()));
+        let of_ptx = self.cache.join(format!("{stem}.json"));
+        let compiled = match fs::read(&of_ptx) {
+            Ok(text) => serde_json::from_slice(&text)?,
+            Err(_) => self.assemble_all(variant, &ptx, &ptx_file, &stem)?,
+        };
+        fs::remove_file(&ptx_file)?;
+        // The records are written last: if they exist, their images are complete.
+        for record in [&of_ptx, &record] {
+            process::write(record, &serde_json::to_string(&compiled)?)?;
+        }
         Ok((compiled, Some(start.elapsed())))
     }
 
-    fn compile(&self, variant: &Variant, source: &Path, stem: &str) -> Result<Compiled> {
+    /// The PTX of a variant; `ptx_file` is its text as nvcc writes it.
+    fn ptx(&self, variant: &Variant, source: &Path, ptx_file: &Path) -> Result<String> {
         let entry = format!("xa_{}", variant.name());
-        let ptx_file = self.cache.join(format!("{stem}.{}.ptx", std::process::id()));
         let mut nvcc = Command::new(&self.nvcc);
         nvcc.args(NVCC_FLAGS)
             .args(line_info())
             .arg(format!("-arch=compute_{}", variant.kernel.target))
             .arg(format!("-I{INCLUDE}"))
             .arg(format!("-I{}", self.headers.display()));
-        nvcc.arg(format!("-DXA_ENTRY={entry}")).args(variant.defines()).arg(source).arg("-o").arg(&ptx_file);
+        nvcc.arg(format!("-DXA_ENTRY={entry}")).args(variant.defines()).arg(source).arg("-o").arg(ptx_file);
         run(&mut nvcc).context("nvcc needs a host gcc on PATH as well")?;
-        let ptx = cleaned(&fs::read_to_string(&ptx_file)?);
+        Ok(cleaned(&fs::read_to_string(ptx_file)?))
+    }
 
+    /// Writes the PTX and the cubins of a variant to the cache, as files whose names begin with `stem`. It overwrites `ptx_file`.
+    fn assemble_all(&self, variant: &Variant, ptx: &str, ptx_file: &Path, stem: &str) -> Result<Compiled> {
         let mut cubins = vec![];
         let mut candidates = versions_with(&variant.kernel.target);
         for sass in &variant.kernel.sass {
             let image = format!("{stem}.sm_{sass}.cubin");
             let cubin = self.cache.join(&image);
             // The first architecture determines the lowest accepted PTX version.
-            let (accepted, report) = self.assemble(&ptx, candidates, sass, &ptx_file, &cubin)?;
+            let (accepted, report) = self.assemble(ptx, candidates, sass, ptx_file, &cubin)?;
             candidates = std::slice::from_ref(accepted);
             let registers = number_before(&report, " registers");
             cubins.push(Cubin {
@@ -188,11 +205,10 @@ impl<'a> Compiler<'a> {
             });
         }
         let ptx_version = candidates[0].to_owned();
-        let mut text = with_version(&ptx, &ptx_version)?.into_bytes();
+        let mut text = with_version(ptx, &ptx_version)?.into_bytes();
         text.push(0); // the driver takes a zero-terminated string
         let ptx = Image { file: format!("{stem}.ptx"), len: text.len() };
         fs::write(self.cache.join(&ptx.file), text)?;
-        fs::remove_file(&ptx_file)?;
         Ok(Compiled { ptx_version, ptx, cubins })
     }
 
