@@ -66,6 +66,22 @@ mod tests {
         #[inline(always)]
         unsafe fn run<S: Simd>(self, simd: S) {
             let codes: Vec<u8> = (0..=u8::MAX).collect();
+            let bits = |x| {
+                let mut lanes = [0.0f32; MAX_LANES];
+                // SAFETY: MAX_LANES >= LANES.
+                unsafe { simd.store(lanes.as_mut_ptr(), x) };
+                lanes.map(f32::to_bits)
+            };
+            for first in (0..256).step_by(2 * S::LANES) {
+                for format in [Fp8Decoding::E4M3, Fp8Decoding::E5M2] {
+                    // SAFETY: 2 * LANES divides 256, so there are 2 * LANES codes from `first` on.
+                    let [both, each] = unsafe {
+                        let from = codes[first..].as_ptr();
+                        [simd.load_fp8_2(format, from), [0, 1].map(|i| simd.load_fp8(format, from.add(i * S::LANES)))]
+                    };
+                    assert_eq!(both.map(bits), each.map(bits), "from code {first:#x} on");
+                }
+            }
             for first in (0..256).step_by(S::LANES) {
                 let (mut e4m3, mut e5m2) = ([0.0f32; MAX_LANES], [0.0f32; MAX_LANES]);
                 // SAFETY: LANES divides 256, so there are LANES codes from `first` on, and MAX_LANES >= LANES.

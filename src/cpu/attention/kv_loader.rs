@@ -118,6 +118,17 @@ impl<S: Simd> KvLoader<S> for Fp8AsF32 {
         // SAFETY: with E = 1 the columns are the elements of the first row, which the caller says are readable.
         unsafe { KvLoader::<S>::load(self, simd, rows.0, left) }
     }
+    const PREFERS_LOAD_2: bool = true;
+    #[inline(always)]
+    unsafe fn load_2(self, simd: S, row: *const u8) -> [S::V; 2] {
+        // SAFETY: E is 1 here, so the caller guarantees 2 * LANES readable elements.
+        unsafe { simd.load_fp8_2(self.0, row) }
+    }
+    #[inline(always)]
+    unsafe fn load_interleaved_2(self, simd: S, rows: (*const u8, *const u8)) -> [S::V; 2] {
+        // SAFETY: with E = 1 the columns are the elements of the first row, of which 2 * LANES are readable.
+        unsafe { simd.load_fp8_2(self.0, rows.0) }
+    }
 }
 
 /// bf16, two per lane.

@@ -61,19 +61,10 @@ pub(super) const MIN_PARALLEL_WORK: u64 = 1 << 19;
 /// # Safety
 /// The problem's views are valid host memory, `out` and `lse` writable and not otherwise accessed.
 pub(crate) unsafe fn run(problem: &Attention, pool: &dyn Pool) -> Result {
-    // SAFETY: the caller guarantees valid views and exclusive results, which is all that `run_with` requires.
-    unsafe { run_with(Isa::best(), problem, pool) }
-}
-
-/// [`run`] with the instruction set chosen.
-///
-/// # Safety
-/// As [`run`].
-unsafe fn run_with(isa: Isa, problem: &Attention, pool: &dyn Pool) -> Result {
     if problem.num_rows == 0 {
         return Ok(());
     }
-    let isa = if multiplies_bf16(problem.q.dtype, problem.out.dtype) { isa } else { isa.without_bf16_pairs() };
+    let isa = Isa::for_products(may_multiply_bf16(problem.q.dtype, problem.out.dtype));
     let sizes = [problem.num_rows, problem.num_q_heads, problem.num_kv_heads, problem.head_dim, problem.value_dim];
     log::call("attention", (isa, problem.q.dtype, problem.kv_dtype, sizes), || {
         let (threads, q, kv) = (pool.num_threads(), problem.q.dtype, problem.kv_dtype);
@@ -107,6 +98,6 @@ unsafe fn run_with(isa: Isa, problem: &Attention, pool: &dyn Pool) -> Result {
 /// computation in bf16 throughout; l, and so the lse, is the sum of p before the rounding.
 ///
 /// The same holds of gradients, with their dtype as `out`, of dout, and of dS, which is rounded as p is.
-pub(super) fn multiplies_bf16(q: DType, out: DType) -> bool {
+pub(super) fn may_multiply_bf16(q: DType, out: DType) -> bool {
     [DType::BF16, DType::F8E4M3FN].contains(&q) && out == DType::BF16
 }

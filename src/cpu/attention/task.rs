@@ -182,7 +182,7 @@ impl RunFwdJob<'_> {
                     let from = row_at(row);
                     widen_row(simd, query.dtype, from, widened.as_mut_ptr(), d);
                     if S::ELEMENTS_PER_LANE == 2 {
-                        // Exact, see `multiplies_bf16`.
+                        // Exact, see `may_multiply_bf16`.
                         narrow_row(simd, DType::BF16, widened.as_ptr(), pairs.as_mut_ptr().cast(), d);
                     }
                     let packed = if S::ELEMENTS_PER_LANE == 2 { pairs.as_ptr() } else { widened.as_ptr() };

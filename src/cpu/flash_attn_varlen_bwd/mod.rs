@@ -25,7 +25,7 @@ mod softmax_bwd;
 mod task;
 
 use super::aligned::{AlignedBuffer, SharedBuffer, try_parallel_for};
-use super::attention::{MIN_PARALLEL_WORK, multiplies_bf16};
+use super::attention::{MIN_PARALLEL_WORK, may_multiply_bf16};
 use super::simd::Isa;
 use crate::error::Result;
 use crate::log;
@@ -44,20 +44,10 @@ use task::{BwdScratch, RunBwdTask};
 /// # Safety
 /// The problem's views are valid host memory, the results writable and not otherwise accessed.
 pub(crate) unsafe fn run(problem: &FlashAttnVarlenBwd, pool: &dyn Pool) -> Result {
-    let isa = Isa::best();
-    // As attention does: f32 results are for sums, and P and dS rounded to bf16 would be their largest error.
-    let isa = if multiplies_bf16(problem.forward.q.dtype, problem.dq.dtype) { isa } else { isa.without_bf16_pairs() };
-    // SAFETY: the caller guarantees valid views and exclusive results; pairs are multiplied only if q is bf16, which
-    // K, V and dout then are too.
-    unsafe { run_with(isa, problem, pool) }
-}
-
-/// [`run`] with the instruction set chosen.
-///
-/// # Safety
-/// As [`run`]; if the instruction set multiplies bf16 pairs, q, K, V and dout are bf16.
-unsafe fn run_with(isa: Isa, problem: &FlashAttnVarlenBwd, pool: &dyn Pool) -> Result {
     let forward = &problem.forward;
+    // As attention does: f32 results are for sums, and P and dS rounded to bf16 would be their largest error. If q is bf16, K, V
+    // and dout are too.
+    let isa = Isa::for_products(may_multiply_bf16(forward.q.dtype, problem.dq.dtype));
     let (threads, dtype) = (pool.num_threads().max(1), forward.q.dtype);
     let sizes = [forward.num_rows, forward.num_q_heads, forward.num_kv_heads, forward.head_dim, forward.value_dim];
     log::call("gradients of attention", (isa, dtype, sizes), || {

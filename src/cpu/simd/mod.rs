@@ -111,6 +111,14 @@ pub(crate) trait Simd: Copy {
     /// # Safety
     /// `from` has `LANES` readable elements.
     unsafe fn load_fp8(self, format: Fp8Decoding, from: *const u8) -> Self::V;
+    /// Two vectors of `load_fp8`.
+    /// # Safety
+    /// `from` has 2 * LANES readable elements.
+    #[inline(always)]
+    unsafe fn load_fp8_2(self, format: Fp8Decoding, from: *const u8) -> [Self::V; 2] {
+        // SAFETY: the i-th LANES of the 2 * LANES elements that the caller guarantees.
+        [0, 1].map(|i| unsafe { self.load_fp8(format, from.add(i * Self::LANES)) })
+    }
     /// `LANES` i8 as f32.
     /// # Safety
     /// `from` has `LANES` readable elements.
@@ -332,7 +340,23 @@ impl Isa {
     /// The widest that this CPU has and `XLA_ATTENTION_CPU_ISA` allows, detected once per process.
     pub(crate) fn best() -> Self {
         static BEST: OnceLock<Isa> = OnceLock::new();
-        *BEST.get_or_init(|| Self::up_to(std::env::var("XLA_ATTENTION_CPU_ISA").ok().as_deref()))
+        *BEST.get_or_init(|| Self::up_to(Self::named().as_deref()))
+    }
+
+    /// [`best`](Self::best) for matrix products, with bf16 pairs only if the operands may be bf16 and the CPU takes less time for
+    /// pairs than for f32, or `XLA_ATTENTION_CPU_ISA` names them.
+    pub(crate) fn for_products(may_be_bf16: bool) -> Self {
+        static HAS_SLOW_PAIRS: OnceLock<bool> = OnceLock::new();
+        let is_slow = || Self::named().is_none() && has_slow_bf16_pairs();
+        if may_be_bf16 && !*HAS_SLOW_PAIRS.get_or_init(is_slow) {
+            Self::best()
+        } else {
+            Self::best().without_bf16_pairs()
+        }
+    }
+
+    fn named() -> Option<String> {
+        std::env::var("XLA_ATTENTION_CPU_ISA").ok()
     }
 
     /// The widest that this CPU has among those up to the named one; an unknown name or `None` allows all.
@@ -435,6 +459,22 @@ impl Isa {
             }
         }
     }
+}
+
+/// Whether `vdpbf16ps` multiplies fewer numbers per cycle than a multiply-add of f32: on Intel's CPUs from Sapphire Rapids on, which
+/// have AMX for bf16, it takes two cycles, in which two units multiply and add four vectors of f32.
+fn has_slow_bf16_pairs() -> bool {
+    #[cfg(target_arch = "x86_64")]
+    {
+        use std::arch::x86_64::__cpuid;
+        #[allow(unused_unsafe, reason = "newer compilers have it as a safe function")]
+        // SAFETY: every CPU of x86-64 has the instruction and its leaf 0, the vendor.
+        let vendor = unsafe { __cpuid(0) };
+        let name = [vendor.ebx, vendor.edx, vendor.ecx].map(u32::to_le_bytes);
+        name.as_flattened() == b"GenuineIntel" && is_x86_feature_detected!("avx512fp16")
+    }
+    #[cfg(not(target_arch = "x86_64"))]
+    false
 }
 
 impl fmt::Debug for Isa {
