@@ -10,8 +10,9 @@ import torch_xla
 
 import calls
 import torch_adapter
+import torch_cases
 import xla_attention.torch as xt
-from case import Case, Skip, raises, run_at_once
+from case import Case, Skip, raises
 from xla_attention import _library
 from xla_attention import torch_xla as registration
 
@@ -33,15 +34,15 @@ def cases():
     yield Case("registration", "again", registration.register_with_cpu_client.__wrapped__)
     yield Skip("StableHLO", "torch_xla runs no StableHLO text; its functions put the same custom calls into its graphs")
     for name, call in calls.every_call().items():
-        yield Case(GROUP, f"{name}, lazily", functools.partial(_run, call))
+        yield Case(GROUP, f"{name}, lazily", functools.partial(torch_cases.run, call, "xla"))
     for name, call in calls.plain_calls().items():
-        yield Case(GROUP, f"{name}, openxla", functools.partial(_run, call, _openxla))
+        yield Case(GROUP, f"{name}, openxla", functools.partial(torch_cases.run, call, "xla", _openxla))
         if call.function == "kv_cache_update":
             yield Case(GROUP, f"{name}, donated", functools.partial(_run_donated, call))
     yield Case(GROUP, "paged_attention without lse", _without_lse)
-    yield Case("refusals", "a shape", _rejected)
+    yield Case("refusals", "a shape", functools.partial(torch_cases.rejected, "xla"))
     yield Case("refusals", "a shape, by the handler", _rejected_by_the_handler)
-    yield Case("threads", "two calls", _two_calls_from_two_threads)
+    yield Case("threads", "two calls", functools.partial(torch_cases.two_calls_from_two_threads, "xla"))
 
 
 def _openxla(function):
@@ -58,11 +59,6 @@ def _register():
     assert out.cpu().tolist() == (2 * torch.arange(8.0)).tolist()
 
 
-def _run(call, wrap=lambda function: function):
-    actual = wrap(getattr(xt, call.function))(**torch_adapter.tensor_arguments(call, "xla"))
-    call.check(*map(torch_adapter.array, calls.flatten(actual)))
-
-
 def _run_donated(call):
     """`update_cache_` updates the cache, whose buffer is donated to the result."""
     arguments = torch_adapter.tensor_arguments(call, "xla")
@@ -72,21 +68,10 @@ def _run_donated(call):
     call.check(*map(torch_adapter.array, caches))
 
 
-def _paged():
-    return torch_adapter.tensor_arguments(calls.plain_calls()["paged_attention: plain"], "xla")
-
-
 def _without_lse():
-    both, out = xt.paged_attention(**_paged()), xt.paged_attention(**{**_paged(), "return_lse": False})
+    arguments = torch_cases.paged("xla")
+    both, out = xt.paged_attention(**arguments), xt.paged_attention(**{**arguments, "return_lse": False})
     np.testing.assert_array_equal(torch_adapter.array(out), torch_adapter.array(both[0]))
-
-
-def _rejected():
-    """The error before anything runs."""
-    arguments = _paged()
-    text = "xla_gpu_paged_attention: block_tables has shape [2, 4], expected [num_seqs=6, max_pages]"
-    with raises(ValueError, text):
-        xt.paged_attention(**{**arguments, "block_tables": arguments["block_tables"][:2]})
 
 
 def _rejected_by_the_handler():
@@ -99,12 +84,4 @@ def _rejected_by_the_handler():
     for tensor in (out, a + 1):
         with raises(RuntimeError, "xla_gpu_simple_add: b has shape [7], expected the shape of a, [8]"):
             tensor.cpu()
-    _run(calls.plain_calls()["simple_add: float32"])
-
-
-def _two_calls_from_two_threads():
-    at_once = (
-        calls.plain_calls()[name]
-        for name in ("paged_attention: plain", "rope_kv_cache_update: float32 interleaved False")
-    )
-    run_at_once(*(functools.partial(_run, call) for call in at_once))
+    torch_cases.run(calls.plain_calls()["simple_add: float32"], "xla")

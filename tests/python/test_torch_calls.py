@@ -6,17 +6,11 @@ import torch
 
 import xla_attention.torch as xt
 from calls import ATTRIBUTE_ONLY, bits, every_call, flatten, plain_calls
-from torch_adapter import array, tensor_arguments
+from torch_adapter import IN_PLACE, array, tensor_arguments
 
 PLAIN = plain_calls()
 UPDATES = [name for name, call in PLAIN.items() if call.updates]
 OPS = torch.ops.xla_gpu
-IN_PLACE = {
-    "kv_cache_update": xt.update_cache_,
-    "paged_attention_update": xt.paged_attention_update_,
-    "mla_paged_attention_update": xt.mla_paged_attention_update_,
-    "rope_kv_cache_update": OPS.rope_kv_cache_update_,
-}
 each_plain = pytest.mark.parametrize("name", PLAIN)
 
 

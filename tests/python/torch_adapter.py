@@ -4,7 +4,16 @@ import ml_dtypes
 import numpy as np
 import torch
 
+import xla_attention.torch as xt
 from calls import tree_map
+
+# The operators that write their results to operands, by the function that returns them.
+IN_PLACE = {
+    "kv_cache_update": xt.update_cache_,
+    "paged_attention_update": xt.paged_attention_update_,
+    "mla_paged_attention_update": xt.mla_paged_attention_update_,
+    "rope_kv_cache_update": torch.ops.xla_gpu.rope_kv_cache_update_,
+}
 
 # torch.from_numpy does not know these dtypes: their bits are converted as integers.
 _BY_BITS = {

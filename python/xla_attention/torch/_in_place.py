@@ -27,9 +27,9 @@ def reject_gradients(
     def autograd(keyset: torch._C.DispatchKeySet, *arguments: Any, **options: Any) -> Any:  # noqa: ANN401
         with torch._C._AutoDispatchBelowAutograd():
             results = op.redispatch(keyset & torch._C._after_autograd_keyset, *arguments, **options)
-        if results is None or not torch.is_grad_enabled() or not torch._C._any_requires_grad(*arguments):
+        operand = next((x for x in arguments if isinstance(x, torch.Tensor) and x.requires_grad), None)
+        if results is None or operand is None or not torch.is_grad_enabled():
             return results
-        operand = next(x for x in arguments if isinstance(x, torch.Tensor) and x.requires_grad)
         return _NoGradient.apply(no_gradient, operand, *(results if isinstance(results, tuple) else (results,)))
 
     library.impl(operator, autograd, "Autograd", with_keyset=True)
