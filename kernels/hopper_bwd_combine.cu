@@ -19,10 +19,10 @@ template <typename T>
 __device__ __forceinline__ void combine_chunk(const CombineGradientsParams& params, const float* partial,
                                               void* gradient, int64_t index, int32_t head_chunks) {
   const int64_t head = index / head_chunks;
-  const int32_t in_head = static_cast<int32_t>(index - head * head_chunks), splits = 1 << params.log2_head_splits;
-  const float* from = partial + ((head << params.log2_head_splits) * head_chunks + in_head) * kChunkColumns;
+  const int32_t in_head = static_cast<int32_t>(index - head * head_chunks);
+  const float* from = partial + (head * params.head_splits * head_chunks + in_head) * kChunkColumns;
   float sums[kChunkColumns] = {};
-  for (int32_t split = 0; split < splits; ++split, from += head_chunks * kChunkColumns) {
+  for (int32_t split = 0; split < params.head_splits; ++split, from += head_chunks * kChunkColumns) {
 #pragma unroll
     for (int i = 0; i < kChunkColumns; i += 4) {
       const auto part = load_chunk<float, 4>(from + i);

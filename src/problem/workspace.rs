@@ -134,7 +134,7 @@ pub(crate) const MAX_NARROW_COLUMNS: i64 = 128;
 pub fn head_splits(num_q_heads: i64, num_kv_heads: i64, columns: i64) -> i64 {
     let most = if columns > MAX_NARROW_COLUMNS { 4 } else { 8 };
     let is_possible = |parts: i64| parts <= most && num_q_heads / parts >= 2;
-    most_splits(num_q_heads, num_kv_heads, is_possible)
+    most_splits(num_q_heads, num_kv_heads, [8, 4, 2], is_possible)
 }
 
 /// Tiles of dK and dV of all parts, up to which a call of few tokens splits its query heads into more parts. The memory for these is the
@@ -142,20 +142,26 @@ pub fn head_splits(num_q_heads: i64, num_kv_heads: i64, columns: i64) -> i64 {
 pub(crate) const FEW_HEAD_SPLIT_TILES: i64 = 192;
 
 /// The most parts into which Hopper's gradients may split the query heads of a KV head where all KV heads have `tiles` tiles of keys:
-/// [`head_splits`], or more for few tiles.
+/// [`head_splits`], or more for few tiles, up to 16.
 #[cfg(feature = "cuda")]
 pub(crate) fn max_head_splits(num_q_heads: i64, num_kv_heads: i64, columns: i64, tiles: i64) -> i64 {
     let is_possible = |parts: i64| parts.saturating_mul(tiles) <= FEW_HEAD_SPLIT_TILES.saturating_mul(num_kv_heads);
-    head_splits(num_q_heads, num_kv_heads, columns).max(most_splits(num_q_heads, num_kv_heads, is_possible))
+    let splits = most_splits(num_q_heads, num_kv_heads, (2..=16).rev(), is_possible);
+    head_splits(num_q_heads, num_kv_heads, columns).max(splits)
 }
 
-/// The most parts of a KV head, so that `is_possible(parts of all KV heads)`.
-fn most_splits(num_q_heads: i64, num_kv_heads: i64, is_possible: impl Fn(i64) -> bool) -> i64 {
+/// The first of `splits` equal parts of a KV head, so that `is_possible(parts of all KV heads)`; 1 if there is none.
+fn most_splits(
+    num_q_heads: i64,
+    num_kv_heads: i64,
+    splits: impl IntoIterator<Item = i64>,
+    is_possible: impl Fn(i64) -> bool,
+) -> i64 {
     let takes = |splits: &i64| {
         let parts = splits.saturating_mul(num_kv_heads);
         parts > 0 && num_q_heads % parts == 0 && is_possible(parts)
     };
-    [16, 8, 4, 2].into_iter().find(takes).unwrap_or(1)
+    splits.into_iter().find(takes).unwrap_or(1)
 }
 
 impl AttentionSizes {

@@ -114,6 +114,8 @@ fn split_query_heads_agree_with_the_reference() {
         ((12, 3), F16, (256, 200), Mask::FULL, 2.0, Alibi::Off, Some(F32)),
         ((32, 4), BF16, (192, 128), Mask::sliding(70), 0.0, Alibi::PerHead, None),
         ((4, 2), BF16, (256, 256), Mask::CAUSAL, 0.0, Alibi::Off, Some(F32)),
+        ((20, 4), BF16, (128, 128), Mask::CAUSAL, 0.0, Alibi::Off, None),
+        ((14, 2), F16, (192, 128), Mask::CAUSAL, 0.0, Alibi::Off, Some(F32)),
     ];
     for (heads, dtype, (head_dim, value_dim), mask, softcap, alibi, gradients) in calls {
         let (dtypes, value_dim) = (dtype.into(), Some(value_dim));

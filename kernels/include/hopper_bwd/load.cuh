@@ -61,7 +61,7 @@ __device__ __forceinline__ void load_key_block(const HopperBackwardParams& param
   if (threadIdx.x % 32 == 0) {
     full.arrive_expect_tx(Shape::kKeyBytes);
     load_rows<Shape, Shape::kKeys>(kLoadsKeys ? pipeline.keys() : pipeline.values(), kLoadsKeys ? params.k : params.v,
-                                   full.address, tile.kv_head >> params.log2_head_splits,
+                                   full.address, tile.kv_head / params.head_splits,
                                    RaggedRows(tile.first_key, tile.num_keys), tile.key_block * Shape::kKeys);
   }
 }

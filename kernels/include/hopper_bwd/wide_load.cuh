@@ -145,7 +145,7 @@ __device__ __forceinline__ void load_wide_tiles(const HopperWideBackwardParams& 
     const int32_t first_block = tile.first_block, sequence = tile.sequence;
     // Parts of the query heads of a KV head count as KV heads.
     const int32_t key_head =
-        (Shape::kComputesDkDv || forward.group == 1 ? held_head : held_head / forward.group) >> params.log2_head_splits;
+        (Shape::kComputesDkDv || forward.group == 1 ? held_head : held_head / forward.group) / params.head_splits;
     if constexpr (Shape::kStreamsHeld) {
       load_block(kLoadsValues ? params.v : params.k, Shape::kHeldAtomColumnBytes, key_head, keys,
                  held_block * Shape::kKeys);

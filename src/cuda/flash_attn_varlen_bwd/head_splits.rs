@@ -17,14 +17,15 @@ const COMBINE_COLUMNS: usize = 8;
 /// dK and dV of parts of a KV head's query heads, in f32.
 #[derive(Clone, Copy)]
 pub(super) struct PartialGradients {
-    pub(super) log2_head_splits: u32,
+    /// Parts of a KV head, 1 where no heads are split.
+    pub(super) head_splits: usize,
     pub(super) dk_bytes: usize,
     pub(super) dv_bytes: usize,
 }
 
 impl PartialGradients {
     /// No heads are split.
-    pub(super) const NONE: Self = Self { log2_head_splits: 0, dk_bytes: 0, dv_bytes: 0 };
+    pub(super) const NONE: Self = Self { head_splits: 1, dk_bytes: 0, dv_bytes: 0 };
 
     /// Those of the parts in which the call's query heads are best computed, then those of fewer parts, which need less memory, down to
     /// [`NONE`](Self::NONE). `tile` is its keys, and the queries of a head per step of its loop.
@@ -34,7 +35,8 @@ impl PartialGradients {
         tile: [usize; 2],
     ) -> impl Iterator<Item = Self> {
         let best = num_splits(&problem.forward, problem.num_keys, device.sms as usize, tile);
-        (0..=best.ilog2()).rev().map(|log2_splits| Self::of(problem, 1 << log2_splits))
+        std::iter::successors(Some(best), |splits| (*splits > 1).then(|| fewer_splits(&problem.forward, *splits)))
+            .map(|splits| Self::of(problem, splits))
     }
 
     fn of(problem: &FlashAttnVarlenBwd, splits: usize) -> Self {
@@ -44,11 +46,17 @@ impl PartialGradients {
         let forward = &problem.forward;
         let column_bytes = size_of::<f32>() * problem.num_keys * forward.num_kv_heads * splits;
         Self {
-            log2_head_splits: splits.ilog2(),
+            head_splits: splits,
             dk_bytes: column_bytes * forward.head_dim,
             dv_bytes: column_bytes * forward.value_dim,
         }
     }
+}
+
+/// The next smaller number of parts of equal size than `splits`, which is more than 1.
+fn fewer_splits(forward: &Attention, splits: usize) -> usize {
+    let heads = forward.num_q_heads / forward.num_kv_heads;
+    (1..splits).rev().find(|fewer| heads.is_multiple_of(*fewer)).unwrap_or(1)
 }
 
 /// The parts of each KV head's query heads. More parts fill the SMs better, and each tile has fewer steps for the time in
@@ -77,15 +85,15 @@ fn num_splits(forward: &Attention, num_keys: usize, sms: usize, [tile_keys, step
     if is_triangular {
         // The longest tile takes twice the mean, and only several waves keep all SMs busy.
         while splits > 1 && heads / splits < HEADS && tiles.saturating_mul(heads) >= ENOUGH_HEADS * sms {
-            splits /= 2;
+            splits = fewer_splits(forward, splits);
         }
     } else {
         let busy_share = |splits: usize| {
             let tiles = tiles.saturating_mul(splits).max(1);
             tiles as f64 / tiles.next_multiple_of(sms) as f64
         };
-        while splits > 1 && busy_share(splits / 2) > busy_share(splits) {
-            splits /= 2;
+        while splits > 1 && busy_share(fewer_splits(forward, splits)) > busy_share(splits) {
+            splits = fewer_splits(forward, splits);
         }
         if busy_share(splits) < GAIN * busy_share(1) {
             splits = 1;
@@ -96,10 +104,10 @@ fn num_splits(forward: &Attention, num_keys: usize, sms: usize, [tile_keys, step
     // A tenth of the SMs without a tile costs less than tiles that have too few steps, and fewer tiles than SMs less than a second wave of
     // tiles that hardly have any.
     while splits > 1
-        && (mean_steps(splits) < STEPS && 10 * tiles * (splits / 2) >= 9 * sms
+        && (mean_steps(splits) < STEPS && 10 * tiles * fewer_splits(forward, splits) >= 9 * sms
             || mean_steps(splits) < FEW_STEPS && tiles * splits > sms)
     {
-        splits /= 2;
+        splits = fewer_splits(forward, splits);
     }
     splits
 }
@@ -107,11 +115,11 @@ fn num_splits(forward: &Attention, num_keys: usize, sms: usize, [tile_keys, step
 /// The launch that adds up dK and dV of the parts, at these addresses; `None` if no heads are split.
 pub(super) fn combine<'p>(
     problem: &FlashAttnVarlenBwd,
-    log2_head_splits: u32,
+    head_splits: usize,
     [partial_dk, partial_dv]: [*mut u8; 2],
 ) -> Result<Option<Launch<'p>>> {
     const KERNEL: &str = "hopper_bwd_combine";
-    if log2_head_splits == 0 {
+    if head_splits == 1 {
         return Ok(None);
     }
     let forward = &problem.forward;
@@ -126,7 +134,7 @@ pub(super) fn combine<'p>(
         dv_chunks: dv_chunks as i64,
         dk_head_chunks: head_chunks[0] as i32,
         dv_head_chunks: head_chunks[1] as i32,
-        log2_head_splits: log2_head_splits as i32,
+        head_splits: head_splits as i32,
         widens_gradients: i32::from(widens_gradients(problem)),
     };
     let ctas = (dk_chunks + dv_chunks).div_ceil(COMBINE_GRADIENTS_THREADS as usize);

@@ -67,7 +67,7 @@ pub(super) struct WorkspaceLayout {
     dq_accum: *mut u8,
     partial_dk: *mut u8,
     partial_dv: *mut u8,
-    log2_head_splits: u32,
+    head_splits: usize,
     sequence_starts: *mut u8,
     copied_bias: *mut u8,
     key_ranges: Option<KeyRangeLayout>,
@@ -120,7 +120,7 @@ impl WorkspaceLayout {
             dq_accum: place(row_tile_bytes * heads * num_row_tiles),
             partial_dk: place(partial.dk_bytes),
             partial_dv: place(partial.dv_bytes),
-            log2_head_splits: partial.log2_head_splits,
+            head_splits: partial.head_splits,
             sequence_starts: options.bias_bytes.map_or(null_mut(), |_| place(size_of::<SequenceStart>() * seqs)),
             copied_bias: options.bias_bytes.map_or(null_mut(), &mut place),
             key_ranges: options
@@ -151,7 +151,7 @@ impl WorkspaceLayout {
 
     /// Whether query heads of a KV head are split.
     fn splits_heads(&self) -> bool {
-        self.log2_head_splits > 0
+        self.head_splits > 1
     }
 
     /// Whether the device has tensor maps, the workspace is large enough, row counts fit the kernels' 32-bit integers, and
@@ -188,7 +188,7 @@ impl WorkspaceLayout {
             dq_accum,
             partial_dk,
             partial_dv,
-            log2_head_splits,
+            head_splits,
             sequence_starts,
             queries,
             num_query_blocks,
@@ -196,7 +196,7 @@ impl WorkspaceLayout {
             ..
         } = *self;
         let has_f32_key_gradients = widens_gradients(problem) || self.splits_heads();
-        let num_kv_heads = problem.forward.num_kv_heads << log2_head_splits;
+        let num_kv_heads = problem.forward.num_kv_heads * head_splits;
         let split = FlashAttnVarlenBwd { forward: Attention { num_kv_heads, ..problem.forward }, ..*problem };
         let mut base = BackwardParams::new(&split, device, self.delta.cast())?;
         if self.splits_heads() {
@@ -224,14 +224,14 @@ impl WorkspaceLayout {
             block_queries: queries as i32,
             num_query_blocks: num_query_blocks as i32,
             num_sms: device.sms as i32,
-            log2_head_splits: log2_head_splits as i32,
+            head_splits: head_splits as i32,
             widens_key_gradients: i32::from(has_f32_key_gradients),
         })
     }
 
     /// Upper bound of the number of tiles of `keys` keys of all parts.
     pub(super) fn max_tiles(&self, problem: &FlashAttnVarlenBwd, keys: i64) -> i64 {
-        max_tiles(problem, keys) << self.log2_head_splits
+        max_tiles(problem, keys).saturating_mul(self.head_splits as i64)
     }
 
     /// The launch configuration of `hopper_bwd_prepare`.
@@ -280,7 +280,7 @@ pub(super) fn build_launches<'p>(
     launches.push(main);
     launches.extend(sinks(problem, parameter.clone())?);
     let partial_gradients = [layout.partial_dk, layout.partial_dv];
-    launches.extend(head_splits::combine(problem, layout.log2_head_splits, partial_gradients)?);
+    launches.extend(head_splits::combine(problem, layout.head_splits, partial_gradients)?);
     Ok(launches)
 }
 

@@ -87,9 +87,9 @@ pub struct HopperBackwardParams {
     pub num_query_blocks: i32,
     /// Of the GPU.
     pub num_sms: i32,
-    /// Log2 of the parts into which the query heads of a KV head are split. `base.forward` then has each part as a KV head,
+    /// The parts into which the query heads of a KV head are split. `base.forward` then has each part as a KV head,
     /// but `k` and `v` have the call's own.
-    pub log2_head_splits: i32,
+    pub head_splits: i32,
     /// Whether `base.dk` and `base.dv` are f32: the gradients of the call, or partial sums, one per part.
     pub widens_key_gradients: i32,
 }
@@ -195,9 +195,9 @@ pub struct HopperDbiasParams {
 #[derive(Clone, Copy)]
 #[repr(C)]
 pub struct CombineGradientsParams {
-    /// f32 `[Tk, Hkv * 2^log2_head_splits, D]`
+    /// f32 `[Tk, Hkv * head_splits, D]`
     pub partial_dk: *const f32,
-    /// f32 `[Tk, Hkv * 2^log2_head_splits, Dv]`
+    /// f32 `[Tk, Hkv * head_splits, Dv]`
     pub partial_dv: *const f32,
     /// `[Tk, Hkv, D]`, of the operands' dtype or f32
     pub dk: *mut c_void,
@@ -209,7 +209,7 @@ pub struct CombineGradientsParams {
     /// Chunks per head of `dk` and of `dv`.
     pub dk_head_chunks: i32,
     pub dv_head_chunks: i32,
-    pub log2_head_splits: i32,
+    pub head_splits: i32,
     /// Whether `dk` and `dv` are f32.
     pub widens_gradients: i32,
 }

@@ -198,16 +198,17 @@ fn query_heads_of_few_kv_heads_are_split() {
         let layout = config.layout;
         let kernels = config.launches(&problem, device).expect("there are kernels").len();
         assert_eq!(kernels, 2 + usize::from(layout.splits_heads()));
-        1 << layout.log2_head_splits
+        layout.head_splits
     };
     for (heads, expected) in [
         ([16, 1], 16),
         ([8, 1], 8),
-        ([28, 1], 4),
-        ([12, 1], 4),
-        ([24, 2], 4),
+        ([28, 1], 14),
+        ([12, 1], 12),
+        ([24, 2], 12),
+        ([40, 8], 1),
         ([32, 4], 4),
-        ([7, 1], 1),
+        ([7, 1], 7),
         ([2, 2], 1),
         ([64, 8], 2),
     ] {
@@ -245,7 +246,7 @@ fn what_the_front_ends_allocate_is_enough() {
             let column_bytes = if splits == 1 { 0 } else { 4 * splits * keys };
             let dims = [dim as usize, dim as usize - 8];
             let [dk_bytes, dv_bytes] = dims.map(|columns| columns * column_bytes);
-            PartialGradients { log2_head_splits: splits.ilog2(), dk_bytes, dv_bytes }
+            PartialGradients { head_splits: splits, dk_bytes, dv_bytes }
         };
         for (rows, seqs, heads) in [(1, 1, 1), (17, 5, 3), (4096, 1, 16), (16384, 4, 16), (100, 4000, 2), (77, 0, 8)] {
             for dtype in [DType::F16, DType::BF16] {
