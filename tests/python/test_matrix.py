@@ -67,7 +67,7 @@ def test_an_incomplete_run_is_a_problem(result, problem):
 
 def test_the_table_has_every_environment_and_all_passed():
     text = (ROOT / "docs/compatibility.md").read_text()
-    rows = re.findall(r"^\| ((?:jax|torch_xla) \S+) \|.*\| (.*) \|$", text, re.MULTILINE)
+    rows = re.findall(r"^\| ((?:jax|torch_xla|torch) \S+) \|.*\| (.*) \|$", text, re.MULTILINE)
     pins = {
         tuple(pin for pin in environment.get("packages", []) if pin.startswith("jax==")) or environment["name"]
         for environment in environments.environments()
