@@ -3,7 +3,7 @@
 
 use crate::support::{
     Alibi, AttentionCase, BF16, BatchSpec, Dtypes, F8E4M3FN, F8E5M2, F16, F32, KeyBounds, KvLayout, Mask, MemoryLayout,
-    PagedUpdateCase, ReferenceCase, ScaleKind, assert_named_matches_reference, skips_slow_test,
+    PagedUpdateCase, ReferenceCase, ScaleKind, assert_named_matches_reference, calls_for_tiles,
 };
 use crate::tuned_split_kv::{MASKS, WORKSPACE, layout};
 
@@ -20,7 +20,7 @@ const HEADS: [(usize, usize); 5] = [(8, 2), (7, 1), (12, 2), (16, 1), (4, 4)];
 /// Cases with these dtypes, head dimensions and page sizes (0: contiguous keys), which take turns with the options.
 fn assert_cases(count: usize, dtypes: &[Dtypes], head_dims: &[usize], page_sizes: &[usize]) {
     let scales = [ScaleKind::None, ScaleKind::PerTensor, ScaleKind::PerHead];
-    for seed in 0..count {
+    for seed in calls_for_tiles(0..count) {
         let spec = BatchSpec {
             dtypes: dtypes[seed % dtypes.len()],
             heads: HEADS[seed % 5],
@@ -54,9 +54,6 @@ fn thirty_two_bits_agree_with_the_reference() {
 
 #[test]
 fn eight_bits_agree_with_the_reference() {
-    if skips_slow_test() {
-        return;
-    }
     let dtypes =
         [Dtypes::over(BF16, F8E4M3FN), Dtypes::over(F16, F8E5M2), Dtypes::narrow(BF16), Dtypes::wide(F16, F8E5M2)];
     assert_cases(16, &dtypes, &[128, 96, 64, 256, 512], &[20, 16, 4]);
@@ -64,7 +61,7 @@ fn eight_bits_agree_with_the_reference() {
 
 #[test]
 fn scaled_rows_agree_with_the_reference() {
-    for seed in 0..12_usize {
+    for seed in calls_for_tiles(0..12_usize) {
         let spec = BatchSpec {
             dtypes: Dtypes::SCALED[seed % 6],
             heads: HEADS[seed % 5],
@@ -87,7 +84,7 @@ fn scaled_rows_agree_with_the_reference() {
 
 #[test]
 fn rows_with_bounds_agree_with_the_reference() {
-    for seed in 0..8_usize {
+    for seed in calls_for_tiles(0..8_usize) {
         let spec = BatchSpec {
             dtypes: [Dtypes::same(BF16), Dtypes::same(F32), Dtypes::over(F16, F8E5M2)][seed % 3],
             heads: HEADS[seed % 5],

@@ -9,6 +9,7 @@ use crate::support::{
     F16, F32, GatherCase, I8, InlinePool, InvalidMetadata, KeyBounds, KvLayout, Mask, MemoryLayout, Numbers,
     PagedUpdateCase, Random, ReferenceCase, SCALED_DTYPES, SMALLEST_ROW, ScaleKind, Side,
     assert_named_matches_reference, dims_of, for_both_sides, paged_call, put_scale, quantize_row, runs_on_cpu,
+    skips_slow_test,
 };
 
 /// Layouts of a cache in one buffer.
@@ -59,6 +60,9 @@ fn assert_matches_reference(spec: &BatchSpec, layout: &MemoryLayout) {
 
 #[test]
 fn every_option_agrees_with_the_reference() {
+    if skips_slow_test() {
+        return;
+    }
     for seed in 0..36 {
         assert_matches_reference(&spec(seed), &layout(seed));
     }
@@ -86,7 +90,7 @@ fn sharp_rows_agree_with_the_reference() {
 /// What only the CPU has: wide heads, bounds of keys, and trees.
 #[test]
 fn every_other_option_agrees_with_the_reference_on_the_cpu() {
-    if !runs_on_cpu() {
+    if !runs_on_cpu() || skips_slow_test() {
         return;
     }
     for seed in 0..18 {

@@ -59,7 +59,7 @@ fn batches_of_many_tiles_agree_with_the_reference() {
 /// Scales of rows, those of rows that no query attends to NaN and infinities, and tiles of several CTAs.
 #[test]
 fn caches_with_scales_of_rows_agree_with_the_reference() {
-    for seed in 0..9_usize {
+    for seed in calls_for_tiles(0..9_usize) {
         let lengths = match seed % 3 {
             0 => vec![(130, 300), (1, 70), (33, 33), (77, 500), (0, 9), (40, 20)],
             1 => vec![(40, 600)],
