@@ -119,8 +119,9 @@ def sequence_of(row: Any, bounds: Any, numpy: Any) -> Any:  # noqa: ANN401
     """The number of each row's sequence, by where these begin; -1 before the first one."""
     if numpy is np:
         return np.searchsorted(bounds, row, side="right") - 1
-    # JAX 0.7 searches only what varies along the same axes of shard_map, and JAX 0.6 nothing that varies: it compares all. XLA
-    # fuses the unrolled search into the gather that follows; a loop would be a sequence of small kernels.
+    # JAX 0.7 searches only what varies along the same axes of shard_map, and JAX 0.6 nothing that varies, so all
+    # starts are compared there. XLA fuses the unrolled search into the gather that follows; a loop would be a sequence
+    # of small kernels.
     row, bounds = pvary_all((row, bounds))
     method = "scan_unrolled" if jax.__version_info__ >= (0, 7) else "compare_all"
     return numpy.searchsorted(bounds, row, side="right", method=method) - 1
