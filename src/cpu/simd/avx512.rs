@@ -343,13 +343,8 @@ impl<const BF16: bool> Simd for Avx512<BF16> {
     unsafe fn load_fp8(self, format: Fp8Decoding, from: *const u8) -> __m512 {
         // SAFETY: `self` proves the features, and the caller guarantees readable elements.
         unsafe {
-            // The algorithm of `Fp8Decoding::decode`, in 16-bit lanes.
-            let codes = _mm256_cvtepi8_epi16(_mm_loadu_si128(from.cast()));
-            let moved = _mm256_sll_epi16(codes, _mm_cvtsi32_si128(format.shift as i32));
-            let halves = _mm256_and_si256(moved, _mm256_set1_epi16(format.bits as i16));
-            let magnitudes = _mm256_or_si256(codes, _mm256_set1_epi16(0xff80u16 as i16));
-            let is_nan = _mm256_cmpeq_epi16_mask(magnitudes, _mm256_set1_epi16(format.nan as i16));
-            let halves = _mm256_or_si256(halves, _mm256_maskz_set1_epi16(is_nan, 0x7fff));
+            let codes = _mm512_zextsi256_si512(_mm256_cvtepi8_epi16(_mm_loadu_si128(from.cast())));
+            let halves = _mm512_castsi512_si256(fp8_halves(format, codes));
             _mm512_mul_ps(_mm512_cvtph_ps(halves), _mm512_set1_ps(format.factor))
         }
     }
@@ -357,13 +352,7 @@ impl<const BF16: bool> Simd for Avx512<BF16> {
     unsafe fn load_fp8_2(self, format: Fp8Decoding, from: *const u8) -> [__m512; 2] {
         // SAFETY: `self` proves the features, and the caller guarantees 32 readable elements.
         unsafe {
-            // As `load_fp8`, but that a NaN of e4m3fn, whose f16 is 0x3f80 beside its sign, becomes 0x7fff by an addition.
-            let codes = _mm512_cvtepi8_epi16(_mm256_loadu_si256(from.cast()));
-            let moved = _mm512_sll_epi16(codes, _mm_cvtsi32_si128(format.shift as i32));
-            let halves = _mm512_and_si512(moved, _mm512_set1_epi16(format.bits as i16));
-            let magnitudes = _mm512_or_si512(codes, _mm512_set1_epi16(0xff80u16 as i16));
-            let is_nan = _mm512_cmpeq_epi16_mask(magnitudes, _mm512_set1_epi16(format.nan as i16));
-            let halves = _mm512_mask_add_epi16(halves, is_nan, halves, _mm512_set1_epi16(0x7fff - 0x3f80));
+            let halves = fp8_halves(format, _mm512_cvtepi8_epi16(_mm256_loadu_si256(from.cast())));
             [_mm512_castsi512_si256(halves), _mm512_extracti64x4_epi64::<1>(halves)]
                 .map(|half| _mm512_mul_ps(_mm512_cvtph_ps(half), _mm512_set1_ps(format.factor)))
         }
@@ -428,6 +417,23 @@ impl<const BF16: bool> Simd for Avx512<BF16> {
             let halves = [add_block_pairs(quads[0], quads[1]), add_block_pairs(quads[2], quads[3])];
             add_block_pairs(halves[0], halves[1])
         }
+    }
+}
+
+/// The f16 of 32 8-bit floats, sign-extended to 16 bits, before they are multiplied by the format's factor.
+///
+/// # Safety
+/// The CPU has AVX-512 BW.
+#[inline(always)]
+unsafe fn fp8_halves(format: Fp8Decoding, codes: __m512i) -> __m512i {
+    // SAFETY: the caller guarantees the features, and the intrinsics touch no memory.
+    unsafe {
+        // The algorithm of `Fp8Decoding::decode`. A NaN of e4m3fn is 0x3f80 beside its sign, and becomes 0x7fff by the addition.
+        let moved = _mm512_sll_epi16(codes, _mm_cvtsi32_si128(format.shift as i32));
+        let halves = _mm512_and_si512(moved, _mm512_set1_epi16(format.bits as i16));
+        let magnitudes = _mm512_or_si512(codes, _mm512_set1_epi16(0xff80u16 as i16));
+        let is_nan = _mm512_cmpeq_epi16_mask(magnitudes, _mm512_set1_epi16(format.nan as i16));
+        _mm512_mask_add_epi16(halves, is_nan, halves, _mm512_set1_epi16(0x7fff - 0x3f80))
     }
 }
 
