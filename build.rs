@@ -54,7 +54,9 @@ fn main() -> Result<()> {
         println!("cargo:rerun-if-changed={path}");
     }
     // PATH is not watched, because pip builds in a new environment each time; the compiler's version is part of the cache key.
-    for variable in ["XLA_ATTENTION_NVCC", "XLA_ATTENTION_LINE_INFO", "XLA_FFI_INCLUDE_DIR", "PYTHON"] {
+    for variable in
+        ["XLA_ATTENTION_NVCC", "XLA_ATTENTION_PTXAS", "XLA_ATTENTION_LINE_INFO", "XLA_FFI_INCLUDE_DIR", "PYTHON"]
+    {
         println!("cargo:rerun-if-env-changed={variable}");
     }
     if env::var_os("XLA_ATTENTION_LINE_INFO").is_some_and(|value| !["", "0", "1"].iter().any(|known| value == *known)) {

@@ -68,7 +68,7 @@ fn groups<'a>(variants: &[(&'a Variant, &'a Compiled)]) -> Vec<Group<'a>> {
     for (variant, compiled) in variants {
         let archs =
             variant.kernel.sass.iter().map(String::as_str).zip(compiled.cubins.iter().map(|cubin| &cubin.image));
-        for (kind, image) in archs.chain([("ptx", &compiled.ptx)]) {
+        for (kind, image) in archs.chain(compiled.ptx.iter().map(|ptx| ("ptx", ptx))) {
             images.push(((kind, variant.kernel.name.as_str(), variant.values_with_dtype_last()), image));
         }
     }

@@ -97,10 +97,9 @@ fn row(variant: &Variant, compiled: Option<&Compiled>, packed: &Packed) -> Strin
             "(\"{arch}\", Resources {{ registers: {registers}, spill_bytes: {spill_bytes}, smem_bytes: {smem_bytes} }}), "
         );
     }
-    let (version, ptx) = match compiled {
-        Some(compiled) => (compiled.ptx_version.as_str(), packed.expression(&compiled.ptx)),
-        None => ("", "CompressedImage { group: &[], offset: 0, len: 0 }".into()),
-    };
+    let version = compiled.map_or("", |compiled| &compiled.ptx_version);
+    let ptx = compiled.and_then(|compiled| compiled.ptx.as_ref());
+    let ptx = ptx.map_or_else(|| "None".into(), |image| format!("Some({})", packed.expression(image)));
     let (name, target) = (variant.name(), &variant.kernel.target);
     format!(
         "    Variant {{ name: {name:?}, entry: c\"xa_{name}\", target: {target:?}, ptx_version: {version:?}, ptx: {ptx}, \

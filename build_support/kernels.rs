@@ -30,6 +30,10 @@ const INCLUDE: &str = "kernels/include";
 const PTX_VERSIONS: &[&str] =
     &["7.0", "7.4", "7.8", "8.0", "8.1", "8.2", "8.3", "8.4", "8.5", "8.6", "8.7", "8.8", "9.0"];
 
+/// The release of ptxas that makes cubins for every driver that XLA's plugins take: drivers of CUDA 12 refuse those of CUDA 13, and
+/// drivers of CUDA 13 load both. The kernels take as long with either (H200, 2026-12-01).
+const PORTABLE_PTXAS: &str = "release 12.9,";
+
 /// Values of ptxas' --register-usage-level (0 to 10) to try, in this order, if its default spills.
 const REGISTER_USAGE_LEVELS: &[&str] = &["0", "3", "7", "10"];
 
@@ -42,8 +46,8 @@ const MALLOC: &str = "glibc.malloc.hugetlb=1:glibc.malloc.top_pad=33554432:glibc
 pub(crate) struct Compiled {
     /// The lowest PTX version that ptxas accepts for it.
     pub(crate) ptx_version: String,
-    /// The text with a terminating zero.
-    pub(crate) ptx: Image,
+    /// The text with a terminating zero. A kernel for one architecture alone needs none beside a cubin that every driver loads.
+    pub(crate) ptx: Option<Image>,
     /// Those of the kernel's architectures, in order.
     pub(crate) cubins: Vec<Cubin>,
 }
@@ -118,6 +122,8 @@ struct Compiler<'a> {
     headers: &'a Path,
     nvcc: PathBuf,
     ptxas: PathBuf,
+    /// Whether ptxas is [`PORTABLE_PTXAS`].
+    is_portable: bool,
     cache: PathBuf,
     /// Hash of what all variants depend on.
     common: Sha256,
@@ -126,16 +132,19 @@ struct Compiler<'a> {
 impl<'a> Compiler<'a> {
     fn find(headers: &'a Path, out: &Path) -> Result<Self> {
         let nvcc = find_nvcc()?;
-        let ptxas = nvcc.with_file_name("ptxas");
+        let ptxas = find_ptxas(&nvcc)?;
         let mut common = Sha256::new();
-        common.update(run(Command::new(&nvcc).arg("--version"))?.stdout);
+        for compiler in [&nvcc, &ptxas] {
+            common.update(version(compiler)?);
+        }
+        let is_portable = version(&ptxas)?.contains(PORTABLE_PTXAS);
         common.update(NVCC_FLAGS.join(" "));
         common.update(line_info().unwrap_or_default());
         // This file, so that the cache forgets what another version of it compiled.
         update_with_code(&mut common, include_str!("kernels.rs"));
         let cache = target_folder(out).join("kernels");
         fs::create_dir_all(&cache)?;
-        Ok(Self { headers, nvcc, ptxas, cache, common })
+        Ok(Self { headers, nvcc, ptxas, is_portable, cache, common })
     }
 
     /// The compiled variant, and the time that this took unless it was cached.
@@ -205,11 +214,15 @@ impl<'a> Compiler<'a> {
             });
         }
         let ptx_version = candidates[0].to_owned();
-        let mut text = with_version(ptx, &ptx_version)?.into_bytes();
-        text.push(0); // the driver takes a zero-terminated string
-        let ptx = Image { file: format!("{stem}.ptx"), len: text.len() };
-        fs::write(self.cache.join(&ptx.file), text)?;
-        Ok(Compiled { ptx_version, ptx, cubins })
+        let mut compiled = Compiled { ptx_version, ptx: None, cubins };
+        if !(self.is_portable && variant.kernel.target.ends_with('a')) {
+            let mut text = with_version(ptx, &compiled.ptx_version)?.into_bytes();
+            text.push(0); // the driver takes a zero-terminated string
+            let image = Image { file: format!("{stem}.ptx"), len: text.len() };
+            fs::write(self.cache.join(&image.file), text)?;
+            compiled.ptx = Some(image);
+        }
+        Ok(compiled)
     }
 
     /// Runs ptxas with the first PTX version that it accepts, and with other register usage levels if the result spills.
@@ -277,23 +290,53 @@ fn versions_with(target: &str) -> &'static [&'static str] {
 
 /// nvcc from `XLA_ATTENTION_NVCC`, the wheels on python3's path (such as a build environment), PATH, or the default folder.
 fn find_nvcc() -> Result<PathBuf> {
-    let probe =
-        "import glob, sys\nfor p in sys.path: print(*sorted(glob.glob(p + '/nvidia/cu1*/bin/nvcc')), sep='\\n')";
-    let mut candidates: Vec<PathBuf> = vec![];
-    if let Some(given) = env::var_os("XLA_ATTENTION_NVCC").map(PathBuf::from) {
-        ensure!(given.is_file(), "XLA_ATTENTION_NVCC={} is not a file", given.display());
-        candidates.push(given);
-    }
-    if let Ok(output) = Command::new(python()).args(["-c", probe]).output() {
-        candidates.extend(String::from_utf8_lossy(&output.stdout).lines().filter(|l| !l.is_empty()).map(PathBuf::from));
-    }
+    let mut candidates: Vec<PathBuf> = given("XLA_ATTENTION_NVCC")?.into_iter().collect();
+    candidates.extend(in_python_packages("nvidia/cu1*/bin/nvcc"));
     candidates.extend(env::split_paths(&env::var_os("PATH").unwrap_or_default()).map(|folder| folder.join("nvcc")));
     candidates.push("/usr/local/cuda/bin/nvcc".into());
     candidates.into_iter().find(|path| path.is_file()).with_context(|| {
         "no nvcc in XLA_ATTENTION_NVCC, python3's packages, PATH or /usr/local/cuda. Two ways out: `pip install \
-         nvidia-cuda-nvcc nvidia-nvvm nvidia-cuda-crt nvidia-cuda-runtime nvidia-cuda-cccl` (versions in \
+         nvidia-cuda-nvcc nvidia-nvvm nvidia-cuda-crt nvidia-cuda-runtime nvidia-cuda-cccl nvidia-cuda-nvcc-cu12` (versions in \
          pyproject.toml; `make build` does it), or build the CPU part alone with --no-default-features"
     })
+}
+
+/// ptxas from `XLA_ATTENTION_PTXAS`, that of [`PORTABLE_PTXAS`] from the wheels on python3's path, or the one beside nvcc.
+fn find_ptxas(nvcc: &Path) -> Result<PathBuf> {
+    if let Some(given) = given("XLA_ATTENTION_PTXAS")? {
+        return Ok(given);
+    }
+    let is_portable = |ptxas: &PathBuf| version(ptxas).is_ok_and(|version| version.contains(PORTABLE_PTXAS));
+    let of_wheel = in_python_packages("nvidia/cuda_nvcc/bin/ptxas").into_iter().find(is_portable);
+    Ok(of_wheel.unwrap_or_else(|| {
+        println!(
+            "cargo:warning=drivers of CUDA 12 will compile these kernels at their first use: there is no ptxas 12.9 \
+             (`pip install nvidia-cuda-nvcc-cu12`, its version in pyproject.toml)"
+        );
+        nvcc.with_file_name("ptxas")
+    }))
+}
+
+/// The file that an environment variable names.
+fn given(variable: &str) -> Result<Option<PathBuf>> {
+    let file = env::var_os(variable).map(PathBuf::from);
+    if let Some(file) = &file {
+        ensure!(file.is_file(), "{variable}={} is not a file", file.display());
+    }
+    Ok(file)
+}
+
+/// The files in the packages on python3's path that match a pattern.
+fn in_python_packages(pattern: &str) -> Vec<PathBuf> {
+    let probe = "import glob, sys\nfor p in sys.path: print(*sorted(glob.glob(p + '/' + sys.argv[1])), sep='\\n')";
+    let output = Command::new(python()).args(["-c", probe, pattern]).output();
+    let found = output.map(|output| String::from_utf8_lossy(&output.stdout).into_owned()).unwrap_or_default();
+    found.lines().filter(|line| !line.is_empty()).map(PathBuf::from).collect()
+}
+
+/// What a compiler says of its version.
+fn version(compiler: &Path) -> Result<String> {
+    Ok(String::from_utf8_lossy(&run(Command::new(compiler).arg("--version"))?.stdout).into_owned())
 }
 
 /// `source` and all headers of the project, generated ones too, that it includes directly or indirectly.

@@ -13,7 +13,7 @@ import tempfile
 import tomllib
 
 HERE = pathlib.Path(__file__).resolve().parent
-TAGS = ("manylinux2014", "manylinux_2_17", "manylinux_2_27", "manylinux_2_28")
+TAGS = ("manylinux_2_12", "manylinux2014", "manylinux_2_17", "manylinux_2_27", "manylinux_2_28")
 
 
 def resolved(requirements: list[str], architecture: str, *options: str) -> list[dict]:

@@ -99,14 +99,17 @@ fn load_module(variant: &Variant) -> Result<CUfunction> {
     let image = module_image::select(variant, &device)?;
     let (module, image) = match load_image(&image) {
         Ok(module) => (module, image),
-        // A driver of an older major version than the compiler's refuses the compiler's cubins, and takes PTX.
-        Err((result, ..)) if image.kind == ImageKind::Cubin && NOT_FOR_THIS_DRIVER.contains(&result) => {
+        Err((result, error, log)) => {
+            // A driver of an older major version than the compiler's refuses the compiler's cubins, and takes PTX.
+            let may_take_ptx = image.kind == ImageKind::Cubin && NOT_FOR_THIS_DRIVER.contains(&result);
+            let Some(ptx) = variant.ptx.as_ref().filter(|_| may_take_ptx) else {
+                return Err(refused(variant, &image, &device, &error, &log));
+            };
             tracing::info!("the driver refuses the {} of {} and compiles its PTX", image.origin, variant.name);
-            let ptx = module_image::ptx(variant)?;
+            let ptx = module_image::unpack_ptx(variant, ptx)?;
             let module = load_image(&ptx).map_err(|(_, error, log)| refused(variant, &ptx, &device, &error, &log))?;
             (module, ptx)
         }
-        Err((_, error, log)) => return Err(refused(variant, &image, &device, &error, &log)),
     };
     let mut function = std::ptr::null_mut();
     // SAFETY: the module has just been loaded, and the name is terminated.
@@ -159,10 +162,15 @@ fn refused(variant: &Variant, image: &ModuleImage, device: &Device, error: &Erro
     // The driver's log has several lines, an error message has one.
     let log: Vec<&str> = log.split(['\0', '\n']).map(str::trim).filter(|line| !line.is_empty()).collect();
     let log = log.join("; ");
-    let (file, remedy) = if image.kind == ImageKind::File {
-        (format!(", {},", image.origin), format!("without {} it is the built-in one", module_image::FOLDER))
-    } else {
-        (String::new(), format!("it needs a driver that takes PTX {} for sm_{}", variant.ptx_version, variant.target))
+    let (file, remedy) = match image.kind {
+        ImageKind::File => {
+            (format!(", {},", image.origin), format!("without {} it is the built-in one", module_image::FOLDER))
+        }
+        ImageKind::Ptx => (
+            String::new(),
+            format!("it needs a driver that takes PTX {} for sm_{}", variant.ptx_version, variant.target),
+        ),
+        ImageKind::Cubin => (String::new(), "it needs a driver of CUDA 12.0 or newer".into()),
     };
     Error {
         code: Code::FailedPrecondition,

@@ -59,18 +59,22 @@ pub(super) fn select(variant: &Variant, device: &Device) -> Result<ModuleImage> 
             variant.name, device.capability,
         )));
     }
-    match cubin_for(variant, device.capability) {
-        Some((arch, image)) if !ptx_only() => {
+    let cubin = cubin_for(variant, device.capability);
+    match (cubin, &variant.ptx) {
+        (Some((arch, image)), ptx) if !(ptx_only() && ptx.is_some()) => {
             Ok(ModuleImage { storage: image.unpack()?, origin: format!("cubin for sm_{arch}"), kind: ImageKind::Cubin })
         }
-        _ => ptx(variant),
+        (_, Some(ptx)) => unpack_ptx(variant, ptx),
+        (_, None) => Err(Error::precondition(format!(
+            "the kernel {} is for sm_{} alone, not for sm_{}",
+            variant.name, variant.target, device.capability,
+        ))),
     }
 }
 
 /// The built-in PTX of `variant`, which also drivers take that are older than the compiler of the cubins.
-pub(super) fn ptx(variant: &Variant) -> Result<ModuleImage> {
-    let storage = variant.ptx.unpack()?;
-    Ok(ModuleImage { storage, origin: format!("PTX {}", variant.ptx_version), kind: ImageKind::Ptx })
+pub(super) fn unpack_ptx(variant: &Variant, ptx: &CompressedImage) -> Result<ModuleImage> {
+    Ok(ModuleImage { storage: ptx.unpack()?, origin: format!("PTX {}", variant.ptx_version), kind: ImageKind::Ptx })
 }
 
 /// Returns what is wrong with a file's bytes.
@@ -127,7 +131,9 @@ mod tests {
             let bytes = |image: &CompressedImage| {
                 image.unpack().unwrap().iter().flat_map(|w| w.to_le_bytes()).collect::<Vec<u8>>()
             };
-            assert!(bytes(&variant.ptx)[..variant.ptx.len].ends_with(b"\0"), "{}", variant.name);
+            if let Some(ptx) = &variant.ptx {
+                assert!(bytes(ptx)[..ptx.len].ends_with(b"\0"), "{}", variant.name);
+            }
             for (_, cubin) in variant.cubins {
                 assert!(bytes(cubin).starts_with(b"\x7fELF"), "{}", variant.name);
             }
@@ -136,9 +142,8 @@ mod tests {
 
     #[test]
     fn a_kernel_that_was_left_out_is_refused_with_what_to_do() {
-        let image = CompressedImage { group: &[], offset: 0, len: 0 };
         let (name, target) = ("attention_x", "80");
-        let variant = Variant { name, entry: c"x", target, ptx_version: "", ptx: image, cubins: &[], resources: &[] };
+        let variant = Variant { name, entry: c"x", target, ptx_version: "", ptx: None, cubins: &[], resources: &[] };
         let error = select(&variant, &crate::cuda::attention::tests::device(false)).map(|selected| selected.origin);
         let message = error.expect_err("there is nothing to load").message;
         for part in ["attention_x", "XLA_ATTENTION_CUDA_ARCHS", "sm_90", "make wheel"] {

@@ -38,8 +38,8 @@ pub(crate) struct Variant {
     pub target: &'static str,
     /// The lowest PTX version that ptxas accepts for it.
     pub ptx_version: &'static str,
-    /// PTX text with a terminating zero.
-    pub ptx: CompressedImage,
+    /// PTX text with a terminating zero, for GPUs and drivers that take none of the cubins.
+    pub ptx: Option<CompressedImage>,
     /// (architecture, cubin)
     pub cubins: &'static [(&'static str, CompressedImage)],
     /// (architecture, resources that ptxas reports)
@@ -49,7 +49,7 @@ pub(crate) struct Variant {
 impl Variant {
     /// Whether the library contains its images.
     pub(crate) fn is_built(&self) -> bool {
-        self.ptx.len > 0
+        !self.cubins.is_empty()
     }
 }
 
