@@ -173,11 +173,14 @@ class TileScheduler {
       const uint32_t steps = divide_mostly_small(in_group, size * heads), in_level = in_group - steps * size * heads;
       const uint32_t seq = divide(in_level, heads_);
       if (threadIdx.x % 32 == first + seq) {
-        write(tiles_of_sequence() - 1 - steps, in_level - seq * heads, to);
+        to.work.kv_head = in_level - seq * heads;
+        write(tiles_of_sequence() - 1 - steps, to);
       }
     } else {
       const uint32_t in_head = divide_mostly_small(in_group, size);
-      locate_in_head(in_head, first + in_group - in_head * size, to);
+      // Written by all lanes at once: no register holds it while the tile is located.
+      to.work.kv_head = first + in_group - in_head * size;
+      locate_in_head(in_head, to);
     }
   }
   /// Locates tile `index` without a causal mask: one sequence after the other, and in it one head after the other.
@@ -185,12 +188,13 @@ class TileScheduler {
     const uint32_t tiles = tiles_of_sequence(), in_sequence = index - first_level_ * params_.num_kv_heads;
     if (in_sequence >= tiles * params_.num_kv_heads) return;
     const uint32_t head = divide_mostly_small(in_sequence, tiles);
-    write(tiles - 1 - (in_sequence - head * tiles), head, to);
+    to.work.kv_head = head;
+    write(tiles - 1 - (in_sequence - head * tiles), to);
   }
 
   /// Locates tile `index` of a head. A level holds at most one tile of each sequence; under a causal mask those end at
   /// about the same number of keys. Levels descend, and sequences ascend within a level.
-  __device__ __forceinline__ void locate_in_head(uint32_t index, int32_t head, PrefillTile& to) const {
+  __device__ __forceinline__ void locate_in_head(uint32_t index, PrefillTile& to) const {
     int32_t level = __reduce_max_sync(~0u, end_level());
     uint32_t has_level = 0;
 #pragma unroll 1
@@ -209,12 +213,12 @@ class TileScheduler {
     // The lane whose sequence has this rank among those with the level writes the tile.
     const uint32_t rank = __popc(has_level & ptx::lower_lanes());
     if ((has_level & ptx::this_lane()) != 0 && rank == index - steps * count) {
-      write(level - 1 - first_level_, head, to);
+      write(level - 1 - first_level_, to);
     }
   }
 
-  /// Writes tile `index` of this lane's sequence.
-  __device__ __forceinline__ void write(int32_t index, int32_t head, PrefillTile& to) const {
+  /// Writes tile `index` of this lane's sequence, but for its KV head.
+  __device__ __forceinline__ void write(int32_t index, PrefillTile& to) const {
     int32_t first_query = index * params_.tile_queries.divisor;
     int32_t queries = min(params_.tile_queries.divisor, sequence_.len_q - first_query);
     const Visibility visibility(params_, sequence_);
@@ -231,7 +235,6 @@ class TileScheduler {
     }
     if constexpr (Shape::kHasBias) static_cast<BiasTile&>(to).first_query = first_query;
     to.shift = visibility.shift + first_query;
-    to.work.kv_head = head;
     to.work.tile = sequence_;
     to.work.tile.first_token += first_query;
     to.work.tile.first_row = 0;
