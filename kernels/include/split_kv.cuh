@@ -33,6 +33,7 @@ struct KvSplit {
   int32_t num_ranges;             // work ranges per KV head
   int32_t max_fixed_splits;       // batch_invariant: maximum fixed-size splits per tile; else 0
   int32_t min_fixed_split_shift;  // batch_invariant: log2 of the minimum chunks of a fixed-size split
+  int32_t is_aligned;             // whether every tile begins with a work range
 
   /// batch_invariant: log2 of the chunks per fixed-size split of a tile of `chunks`.
   __device__ __forceinline__ int32_t fixed_split_shift(int32_t chunks) const {
@@ -58,7 +59,11 @@ struct KvSplit {
   };
   /// For a tile of `chunks`. If it must stay whole, `last` is less than `first`.
   __device__ __forceinline__ InnerOffsets inner_offsets(int32_t chunks) const {
-    if (chunks <= max_unsplit_chunks) return InnerOffsets{(chunks + 1) / 2, (chunks + 1) / 2 - 1, 0};
+    if (chunks <= max_unsplit_chunks) {
+      // An aligned range has the whole tile, which may be longer than the range.
+      const int32_t middle = is_aligned != 0 ? 1 : (chunks + 1) / 2;
+      return InnerOffsets{middle, middle - 1, 0};
+    }
     if (max_fixed_splits == 0) return InnerOffsets{min_chunks, chunks - min_chunks, 0};
     const int32_t shift = fixed_split_shift(chunks), half = (1 << shift) / 2;
     return InnerOffsets{half, min((num_fixed_splits(chunks) << shift) - half, chunks) - 1, shift};
@@ -69,6 +74,12 @@ struct KvSplit {
     const InnerOffsets inner = inner_offsets(chunks);
     if (offset < inner.first) return 0;
     return offset > inner.last ? chunks : inner.round(offset) << inner.shift;
+  }
+
+  /// Aligned: work ranges of `chunks_per_range` that have a part of a tile of `chunks`, by the rules of
+  /// `move_boundary`.
+  __device__ __forceinline__ int32_t num_splits(int32_t chunks, int32_t chunks_per_range) const {
+    return chunks <= max_unsplit_chunks ? 1 : 1 + divide(chunks - min_chunks, chunks_per_range);
   }
 
   /// The work ranges that start inside of a tile: `first` to `last`, none if `last` is less than `first`.

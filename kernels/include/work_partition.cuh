@@ -56,6 +56,14 @@ class WorkPartitioner {
   /// More chunks than this are not counted. With 32 bits they are divided as floats (divide_small).
   static constexpr Index kLimit = sizeof(Index) == 4 ? Index{1} << 19 : Index{1} << 62;
   static_assert(sizeof(Index) == 8 || kPerRound < 2048, "the sum over the threads of a round cannot overflow");
+  /// Whether ranges may be aligned with tiles: all tiles of a sequence have as many chunks, a thread has one sequence,
+  /// and an SM one CTA, whose loads stop where it starts another tile.
+  static constexpr bool kAlignsRanges =
+      kThreads >= 256 && sizeof(Index) == 4 && kPerThread == 1 && !kFixedSplits && !Unit::kIsFolded;
+  /// The start of another tile then takes about as long as this many chunks. It counts only in short ranges.
+  static constexpr int kTileStartChunks = 3, kMaxAlignedChunks = 8;
+  /// There are fewer ranges than this: four counts up to it, of the sequences of all threads, are added in one sum.
+  static constexpr int kMaxAlignedRanges = 0xffff / kThreads;
   /// Tiles of a warp that make up for each other's lengths.
   static constexpr int kManyTiles = 2;
   /// Sequences of a warp's round. If there are no more, the first warp plans alone, without a barrier.
@@ -113,6 +121,9 @@ class WorkPartitioner {
             return true;
           }
           choose_split(chunks);
+          if constexpr (kAlignsRanges) {
+            if (num_rounds == 1) align_ranges();
+          }
           pass = kFixedSplits && kv_split_.max_fixed_splits > 0 && kv_split_.max_unsplit_chunks != KvSplit::kNeverSplit
                      ? Pass::kFit
                      : Pass::kLocate;
@@ -235,6 +246,7 @@ class WorkPartitioner {
     const PartialResults& results = params_.partial;
     const int32_t first_tile_chunks = range_.first_tile_chunks;
     kv_split_.num_ranges = index_.count;
+    kv_split_.is_aligned = 0;
     kv_split_.max_fixed_splits = kFixedSplits ? results.max_fixed_splits : 0;
     kv_split_.min_fixed_split_shift = kMinFixedSplitShift;
     bool whole = results.num_ranges == 0;
@@ -258,6 +270,49 @@ class WorkPartitioner {
     kv_split_.range_chunks = range_chunks;
     kv_split_.min_chunks = max(kMinChunks, static_cast<int32_t>(min(range_chunks / kSlack, Index{1} << 28)));
     kv_split_.max_unsplit_chunks = whole ? KvSplit::kNeverSplit : max(2 * kv_split_.min_chunks, kMinTileChunks) - 1;
+  }
+
+  /// Aligns the work ranges, if there are enough of them for it: each then has chunks of one tile only, which saves the
+  /// start of another one. A tile counts as many chunks as the ranges that share it, so it begins with the first of
+  /// these.
+  __device__ __forceinline__ void align_ranges() {
+    const Index smallest = static_cast<Index>(kv_split_.range_chunks);
+    const bool may_gain = smallest > 1 && smallest <= kMaxAlignedChunks;
+    const bool may_split = kv_split_.max_unsplit_chunks != KvSplit::kNeverSplit;
+    if (!may_gain || !may_split || kv_split_.num_ranges >= kMaxAlignedRanges) return;
+    const Sequence& sequence = sequences_[0];
+    // The ranges that sequences need if each has 0, 1, 2 or 3 chunks more.
+    uint64_t counts = 0;
+#pragma unroll 1
+    for (int more = kTileStartChunks; more >= 0; --more) {
+      const int32_t splits = min(kv_split_.num_splits(sequence.chunks, smallest + more), kMaxAlignedRanges);
+      counts = counts << 16 | min(min(sequence.num_tiles, kMaxAlignedRanges) * splits, kMaxAlignedRanges);
+    }
+    const PrefixSum<int64_t> sum = prefix_sum(static_cast<int64_t>(counts), true);
+    uint64_t before = sum.before, total = sum.total;
+#pragma unroll 1
+    for (int more = 0; more <= kTileStartChunks; ++more, before >>= 16, total >>= 16) {
+      if (static_cast<int32_t>(total & 0xffff) > kv_split_.num_ranges) continue;
+      kv_split_.is_aligned = 1;
+      kv_split_.range_chunks = smallest + more;
+      chunks_before_ = static_cast<Index>(before & 0xffff) * (smallest + more);
+      return;
+    }
+  }
+
+  /// Chunks that are counted for each tile of a sequence.
+  __device__ __forceinline__ Index counted_chunks(const Sequence& sequence) const {
+    if constexpr (kAlignsRanges) {
+      const auto range_chunks = static_cast<Index>(kv_split_.range_chunks);
+      if (kv_split_.is_aligned != 0) return kv_split_.num_splits(sequence.chunks, range_chunks) * range_chunks;
+    }
+    return sequence.chunks;
+  }
+
+  /// Chunks that are counted for a sequence.
+  __device__ __forceinline__ int64_t counted_work(const Sequence& sequence) const {
+    if constexpr (kAlignsRanges) return static_cast<int64_t>(sequence.num_tiles) * counted_chunks(sequence);
+    return sequence.work();
   }
 
   /// batch_invariant: partial rows of those tiles of this thread's sequences that begin before `chunk`.
@@ -295,7 +350,7 @@ class WorkPartitioner {
     Index at = chunks_before_, first_at = 0;
 #pragma unroll
     for (int i = 0; i < kPerThread; ++i) {
-      const Index next = at + static_cast<Index>(sequences_[i].work());
+      const Index next = at + static_cast<Index>(counted_work(sequences_[i]));
       if (begin >= at && begin < next) first = i, first_at = at;
       at = next;
     }
@@ -309,8 +364,9 @@ class WorkPartitioner {
     } else if (sequence.num_tiles == 1) {
       return TilePlace<Index>{0, 0, sequence.chunks};
     } else {
-      const auto index = static_cast<int32_t>(quotient(chunk, sequence.chunks));
-      return TilePlace<Index>{index, Index{index} * sequence.chunks, sequence.chunks};
+      const Index counted = counted_chunks(sequence);
+      const auto index = static_cast<int32_t>(quotient(chunk, counted));
+      return TilePlace<Index>{index, Index{index} * counted, sequence.chunks};
     }
   }
 

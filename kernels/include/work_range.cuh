@@ -130,8 +130,8 @@ class WorkRangeIterator {
   __device__ __forceinline__ void next(int32_t lane) const {
     // A range goes on in another tile only where it reaches the end of this one.
     const int32_t reached = max(range_.split_begin, range_.split_end);
-    const bool goes_on =
-        work_.tile.num_rows > 0 && reached == range_.tile_chunks && range_.tile_begin + range_.tile_chunks < range_.end;
+    const bool goes_on = work_.tile.num_rows > 0 && reached == range_.tile_chunks && range_.kv_split.is_aligned == 0 &&
+                         range_.tile_begin + range_.tile_chunks < range_.end;
     __syncwarp();
     if (goes_on) next_tile(lane);
     if (ptx::opaque(lane) != 0) return;

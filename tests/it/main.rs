@@ -39,6 +39,7 @@ mod paged_attention;
 mod paged_attention_update;
 mod portable_split_kv;
 mod quantized_cache;
+mod ragged_decode;
 mod rope_kv_cache_update;
 mod rust_interface;
 mod rust_operators;
