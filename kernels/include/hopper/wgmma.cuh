@@ -42,6 +42,7 @@ struct Wgmma;
 #define XA_ACCUMULATORS_2(d, j) XA_ACCUMULATOR(d, j), XA_ACCUMULATOR(d, (j) + 1)
 #define XA_ACCUMULATORS_8(d, j) \
   XA_ACCUMULATORS_2(d, j), XA_ACCUMULATORS_2(d, (j) + 2), XA_ACCUMULATORS_2(d, (j) + 4), XA_ACCUMULATORS_2(d, (j) + 6)
+#define XA_OPERANDS_16 "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15"
 #define XA_OPERANDS_24                                                   \
   "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15" \
   ", %16, %17, %18, %19, %20, %21, %22, %23"
@@ -60,6 +61,7 @@ struct Wgmma;
   XA_OPERANDS_96                                                                                 \
   ", %96, %97, %98, %99, %100, %101, %102, %103, %104, %105, %106, %107, %108, %109, %110, %111" \
   ", %112, %113, %114, %115, %116, %117, %118, %119, %120, %121, %122, %123, %124, %125, %126, %127"
+#define XA_ACCUMULATORS_32(d) XA_ACCUMULATORS_2(d, 0), XA_ACCUMULATORS_2(d, 2)
 #define XA_ACCUMULATORS_48(d) XA_ACCUMULATORS_2(d, 0), XA_ACCUMULATORS_2(d, 2), XA_ACCUMULATORS_2(d, 4)
 #define XA_ACCUMULATORS_64(d) XA_ACCUMULATORS_8(d, 0)
 #define XA_ACCUMULATORS_80(d) XA_ACCUMULATORS_8(d, 0), XA_ACCUMULATORS_2(d, 8)
@@ -99,6 +101,7 @@ struct Wgmma;
   XA_WGMMA(F16, "f16", "k16", ", 0, 0", ", 1", columns, __VA_ARGS__)   \
   XA_WGMMA(Bf16, "bf16", "k16", ", 0, 0", ", 1", columns, __VA_ARGS__) \
   XA_WGMMA(E4m3, "e4m3", "k32", "", "", columns, __VA_ARGS__)
+XA_WGMMAS(32, 16, 16, 17, 18, 17, 18, 19, 20, 21)
 XA_WGMMAS(48, 24, 24, 25, 26, 25, 26, 27, 28, 29)
 XA_WGMMAS(64, 32, 32, 33, 34, 33, 34, 35, 36, 37)
 XA_WGMMAS(80, 40, 40, 41, 42, 41, 42, 43, 44, 45)
@@ -117,6 +120,7 @@ XA_WGMMAS(256, 128, 128, 129, 130, 129, 130, 131, 132, 133)
 #undef XA_ACCUMULATORS_80
 #undef XA_ACCUMULATORS_64
 #undef XA_ACCUMULATORS_48
+#undef XA_ACCUMULATORS_32
 #undef XA_OPERANDS_128
 #undef XA_OPERANDS_96
 #undef XA_OPERANDS_64
@@ -124,6 +128,8 @@ XA_WGMMAS(256, 128, 128, 129, 130, 129, 130, 131, 132, 133)
 #undef XA_OPERANDS_48
 #undef XA_OPERANDS_40
 #undef XA_OPERANDS_32
+#undef XA_OPERANDS_24
+#undef XA_OPERANDS_16
 #undef XA_ACCUMULATORS_8
 #undef XA_ACCUMULATORS_2
 #undef XA_ACCUMULATOR

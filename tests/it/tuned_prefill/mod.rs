@@ -191,12 +191,12 @@ fn batches_of_short_sequences_agree_with_the_reference() {
     let many: Vec<_> = (0..45).map(|i| (i * 7 % 50, i * 7 % 50 + i % 3)).collect();
     let ragged = vec![(64, 64), (1, 40), (0, 7), (65, 60), (300, 300), (3, 0), (17, 90), (2, 2)];
     let windows = [Mask::CAUSAL, Mask::FULL, Mask::window(20, 3)];
-    let dims = [(64, 64), (128, 128), (40, 64), (96, 80)];
+    let dims = [(64, 64), (128, 128), (40, 64), (96, 80), (192, 192), (96, 96), (136, 168), (192, 128)];
     for (index, (head_dim, value_dim)) in dims.into_iter().enumerate() {
         for lengths in [&many, &ragged] {
             let spec = BatchSpec {
                 dtypes: [BF16, F16][index % 2].into(),
-                heads: [(2, 1), (3, 3)][index / 2],
+                heads: [(2, 1), (3, 3)][index / 2 % 2],
                 head_dim,
                 value_dim: Some(value_dim),
                 lengths: lengths.clone(),

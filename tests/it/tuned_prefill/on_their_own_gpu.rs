@@ -103,7 +103,7 @@ fn long_sequences_without_a_mask_take_clusters() {
 fn short_sequences_take_tiny_tiles() {
     let Some(gpu) = Gpu::with_tuned_kernels_or_skip() else { return };
     for (dtype, name) in [(BF16, "bf16"), (F16, "f16")] {
-        for (head_dim, bucket) in [(64, "64_tiny"), (96, "128_tiny"), (128, "128_tiny")] {
+        for (head_dim, bucket) in [(64, "64_tiny"), (96, "96_tiny"), (128, "128_tiny"), (192, "192_tiny")] {
             let spec = BatchSpec {
                 dtypes: dtype.into(),
                 // More work tiles than CTAs.

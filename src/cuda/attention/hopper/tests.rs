@@ -82,7 +82,7 @@ fn very_short_sequences_take_tiny_tiles() {
     };
     let tiny = |bucket| (format!("hopper_prefill_bf16_{bucket}_tiny_contiguous_none"), 1);
     for (bucket, head_dim, rows, window_right) in
-        [(64, 64, 512, 0), (64, 40, 128, -1), (128, 96, 112, 0), (128, 128, 112, -1)]
+        [(64, 64, 512, 0), (64, 40, 128, -1), (96, 96, 112, 0), (128, 128, 112, -1), (192, 136, 112, 0)]
     {
         let problem = with(head_dim, 7 * rows, window_right, 14 * rows);
         let (name, launches) = named(&problem);
