@@ -101,6 +101,7 @@ OTHERS = {
     "the kernel … is not in this library": "src/cuda/module_image.rs",
     "the GPU is sm_…": "src/cuda/device.rs",
     "no nvcc in": "build_support/kernels.rs",
+    "drivers of CUDA 12 will": "build_support/kernels.rs",
 }
 
 
