@@ -184,14 +184,14 @@ struct PrefillShape : Config {
   static constexpr int kOutputOffset = kBiasOffset + kBiasStages * kBiasBytes;
   static constexpr int kOutputWarpBytes = 16 * ValueBlock::kAtomColumns * Atom::kRowBytes;
   static constexpr int kOutputBytes = kComputeWarps * kOutputWarpBytes;
-  static constexpr bool kHasOutputStaging =
-      !Config::kSplitsKeys && kOutputOffset + kOutputBytes < static_cast<int>(Config::kSharedBytes);
+  static constexpr bool kHasOutputStaging = !Config::kSplitsKeys && kOutputOffset + kOutputBytes < 226 * 1024;
   /// Elsewhere each warpgroup stages its rows in a stage of V, which is loaded again once they have left. Kernels with
   /// a transform do so only up to D 128 and over 8 bits: past it there are no registers for it, and the others were not
   /// measured.
-  static constexpr bool kStagesOutputInValues =
-      !Config::kSplitsKeys && ((kConvertsKv && kHeadDim <= 128) || !kTransformsLogits<Config>) && !kHasOutputStaging &&
-      kClusterSize == 1 && kColumnWarpgroups == 1 && Config::kWarpgroups == Config::kStages;
+  static constexpr bool kStagesOutputInValues = !Config::kSplitsKeys &&
+                                                ((kConvertsKv && kHeadDim <= 128) || !kTransformsLogits<Config>) &&
+                                                !kHasOutputStaging && kClusterSize == 1 && kColumnWarpgroups == 1;
+  static_assert(!kStagesOutputInValues || Config::kWarpgroups == Config::kStages);
   /// Tiles of one atom column have the same block for both, and tiny tiles and clusters are for contiguous keys alone.
   static constexpr bool kTakesClippedPages = kStorage == Storage::contiguous && kQueryAtomColumns > 1 &&
                                              Config::kCtasPerSm == 1 && kClusterSize == 1 && !kConvertsKv;
