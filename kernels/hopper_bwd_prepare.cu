@@ -42,7 +42,7 @@ __device__ __forceinline__ void compute_row_stats(const HopperBackwardParams& pa
                                                         : 32,
                 kRowsPerRound = kThreads / kLanesPerRow, kRounds = kRows / kRowsPerRound;
   const AttentionParams& forward = params.base.forward;
-  const int32_t num_heads = forward.num_kv_heads * forward.group, block = index / num_heads;
+  const int32_t num_heads = params.num_q_heads, block = index / num_heads;
   const int32_t head = index - block * num_heads, lane = threadIdx.x % kLanesPerRow;
   const int32_t first_row = block * kRows, row_in_round = static_cast<int32_t>(threadIdx.x) / kLanesPerRow;
   // All loads are started before the first one is needed.
@@ -104,8 +104,7 @@ extern "C" __global__ void __launch_bounds__(xa::hopper::kThreads)
     plan_sequences<Shape, kThreads>(params, scratch);
     return;
   }
-  const xa::AttentionParams& forward = params.base.forward;
-  const int64_t num_semaphores = static_cast<int64_t>(forward.num_kv_heads) * forward.group * params.num_query_blocks;
+  const int64_t num_semaphores = static_cast<int64_t>(params.num_q_heads) * params.num_query_blocks;
   const int64_t first = static_cast<int64_t>(blockIdx.x - 1) * kThreads + threadIdx.x;
   for (int64_t i = first; i < num_semaphores; i += static_cast<int64_t>(gridDim.x - 1) * kThreads)
     params.dq_semaphore[i] = 0;

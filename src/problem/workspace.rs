@@ -124,44 +124,59 @@ pub struct AttentionSizes {
     pub batch_invariant: bool,
 }
 
-/// The columns per head up to which Hopper's gradients sum dQ in the workspace.
+/// The columns per head up to which Hopper's gradients sum dQ in the workspace, and these rounded up as their kernels do.
 pub(crate) const MAX_NARROW_COLUMNS: i64 = 128;
+const BUCKETS: [i64; 3] = [64, 96, MAX_NARROW_COLUMNS];
 
-/// Parts into which Hopper's gradients may split the query heads of a KV head, so that few KV heads keep all SMs busy, however many
-/// tokens there are: a power of two. A part has at least two query heads, and all KV heads have at most eight parts together, four past
-/// 128 columns, which is enough for 4k tokens; each part has a dK and dV in f32.
+/// Parts into which Hopper's gradients may split the query heads of a KV head, however many tokens there are: parts of two query heads and
+/// up to 16 of them (past 128 columns four) for up to four KV heads, so that these keep all SMs busy; and parts of four heads where the heads
+/// of a KV head have 768 columns or more, whose Q, dO and dQ are more than L2 holds. Each part has a dK and dV in f32.
 #[must_use]
 pub fn head_splits(num_q_heads: i64, num_kv_heads: i64, columns: i64) -> i64 {
-    let most = if columns > MAX_NARROW_COLUMNS { 4 } else { 8 };
-    let is_possible = |parts: i64| parts <= most && num_q_heads / parts >= 2;
-    most_splits(num_q_heads, num_kv_heads, [8, 4, 2], is_possible)
+    const FEW_KV_HEADS: i64 = 4;
+    const MANY_COLUMNS: i64 = 768;
+    let heads = heads_per_kv_head(num_q_heads, num_kv_heads);
+    let most = if columns <= MAX_NARROW_COLUMNS { 16 } else { 4 };
+    let few = match num_kv_heads {
+        1..=FEW_KV_HEADS => most_splits(heads, ceil_div(heads, 2).min(most / num_kv_heads)),
+        _ => 1,
+    };
+    let bucket = BUCKETS.into_iter().find(|bucket| *bucket >= columns).unwrap_or(0);
+    let has_many_columns = bucket.saturating_mul(heads) >= MANY_COLUMNS;
+    few.max(if has_many_columns { most_splits(heads, ceil_div(heads, 4)) } else { 1 })
 }
 
 /// Tiles of dK and dV of all parts, up to which a call of few tokens splits its query heads into more parts. The memory for these is the
 /// same for all calls.
-pub(crate) const FEW_HEAD_SPLIT_TILES: i64 = 192;
+pub(crate) const FEW_HEAD_SPLIT_TILES: i64 = 256;
 
 /// The most parts into which Hopper's gradients may split the query heads of a KV head where all KV heads have `tiles` tiles of keys:
 /// [`head_splits`], or more for few tiles, up to 16.
 #[cfg(feature = "cuda")]
 pub(crate) fn max_head_splits(num_q_heads: i64, num_kv_heads: i64, columns: i64, tiles: i64) -> i64 {
-    let is_possible = |parts: i64| parts.saturating_mul(tiles) <= FEW_HEAD_SPLIT_TILES.saturating_mul(num_kv_heads);
-    let splits = most_splits(num_q_heads, num_kv_heads, (2..=16).rev(), is_possible);
-    head_splits(num_q_heads, num_kv_heads, columns).max(splits)
+    let heads = heads_per_kv_head(num_q_heads, num_kv_heads);
+    let of_few_tiles = most_splits(heads, (FEW_HEAD_SPLIT_TILES / tiles.max(1)).min(16));
+    of_few_tiles.max(head_splits(num_q_heads, num_kv_heads, columns))
 }
 
-/// The first of `splits` equal parts of a KV head, so that `is_possible(parts of all KV heads)`; 1 if there is none.
-fn most_splits(
-    num_q_heads: i64,
-    num_kv_heads: i64,
-    splits: impl IntoIterator<Item = i64>,
-    is_possible: impl Fn(i64) -> bool,
-) -> i64 {
-    let takes = |splits: &i64| {
-        let parts = splits.saturating_mul(num_kv_heads);
-        parts > 0 && num_q_heads % parts == 0 && is_possible(parts)
-    };
-    splits.into_iter().find(takes).unwrap_or(1)
+fn heads_per_kv_head(num_q_heads: i64, num_kv_heads: i64) -> i64 {
+    if num_kv_heads > 0 { num_q_heads / num_kv_heads } else { 0 }
+}
+
+/// The largest number of parts up to `bound` into which so many query heads can be split; at least 1.
+fn most_splits(heads: i64, bound: i64) -> i64 {
+    (2..=bound).rev().find(|splits| can_split(heads, *splits)).unwrap_or(1)
+}
+
+/// Whether so many query heads can be split into so many parts, each of which has the same number of heads but for the last one, which may
+/// have fewer.
+pub(crate) fn can_split(heads: i64, splits: i64) -> bool {
+    (1..=heads).contains(&splits) && ceil_div(heads, ceil_div(heads, splits)) == splits
+}
+
+/// `a / b`, rounded up, of numbers that are not negative.
+fn ceil_div(a: i64, b: i64) -> i64 {
+    a / b + i64::from(a % b > 0)
 }
 
 impl AttentionSizes {
@@ -286,12 +301,10 @@ impl AttentionSizes {
     /// operands, Hopper's kernels also store the lse in base 2 there and a plan per sequence. Up to 128 columns they sum dQ
     /// in f32, in groups of 16 rows that no two sequences share, which is up to 15 more rows per sequence; and the keys of
     /// each row and of blocks of rows if rows have bounds of their keys, for up to 20 keys per row. Where a KV head has several query
-    /// heads, they store the dK and dV of parts of these: of 192 tiles of 128 keys (past 128 columns 64), and with up to four KV heads
-    /// (past 128 columns two) those of [`head_splits`], as if there were as many keys as queries. `batch_invariant` has no effect.
+    /// heads, they store the dK and dV of parts of these: of 256 tiles of 128 keys (past 128 columns 64), and those of
+    /// [`head_splits`], as if there were as many keys as queries. `batch_invariant` has no effect.
     #[must_use]
     pub fn gradients_workspace(&self) -> WorkspaceSize {
-        /// Head dimensions, rounded up, for which dQ is summed in the workspace.
-        const BUCKETS: [i64; 3] = [64, 96, 128];
         /// The largest head dimension of Hopper's kernels.
         const MAX_HOPPER_DIM: i64 = 256;
         /// Rows per group of dQ sums.
@@ -307,13 +320,14 @@ impl AttentionSizes {
         let counter_bytes = heads.saturating_add(15) / 16;
         let key_bytes = number * (self.head_dim + self.value_dim);
         let splits = head_splits(heads, self.num_kv_heads, columns);
-        let partial_bytes = if splits == 1 { 0 } else { splits * self.num_kv_heads * key_bytes };
+        let partial_bytes =
+            if splits == 1 { 0 } else { splits.saturating_mul(self.num_kv_heads).saturating_mul(key_bytes) };
         // Both gradients of the parts of few tiles, and their alignment.
         let tile_keys = if row_sums == 0 { 64 } else { 128 };
         let few_tiles = if heads > self.num_kv_heads { FEW_HEAD_SPLIT_TILES * tile_keys * key_bytes + 256 } else { 0 };
         // 8 bytes per row, 16 per block of 64 or more rows and 24 per block of 128 keys; three lists.
         let [range_row_bytes, range_sequence_bytes, range_bytes] = if row_sums == 0 { [0; 3] } else { [12, 40, 424] };
-        let row_bytes = counter_bytes + partial_bytes + range_row_bytes;
+        let row_bytes = (counter_bytes + range_row_bytes).saturating_add(partial_bytes);
         let per_row = heads.saturating_mul(row_sums + 2 * number).saturating_add(row_bytes);
         let per_sequence =
             heads.saturating_mul((GROUP - 1) * row_sums + number).saturating_add(72 + range_sequence_bytes);

@@ -206,10 +206,10 @@ fn impossible_sizes_need_no_workspace() {
     for absurd in [i64::MIN, -1, 0, 1 << 40, i64::MAX] {
         assert_eq!(AttentionSizes { num_kv_heads: absurd, ..valid }.workspace().fixed, 0, "Hkv {absurd}");
         let heads = absurd.max(0);
-        // Per row and head: a sum of 128 columns in f32 and two numbers, and one number per 64 rows; per row three numbers. In
-        // f32: one number per row and head.
+        // Per row and head: a sum of 128 columns in f32 and two numbers, one number per 64 rows, and dK and dV of a part of four heads; per
+        // row three numbers. In f32: one number per row and head.
         let row_bytes = heads.saturating_add(15) / 16 + 12;
-        for (dtype, bytes, row_bytes) in [(DType::BF16, 520, row_bytes), (DType::F32, 4, 0)] {
+        for (dtype, bytes, row_bytes) in [(DType::BF16, 520 + 256, row_bytes), (DType::F32, 4, 0)] {
             let per_row = AttentionSizes { num_q_heads: absurd, dtype, ..valid }.gradients_workspace().per_row;
             assert_eq!(per_row, heads.saturating_mul(bytes).saturating_add(row_bytes), "Hq {absurd}");
         }

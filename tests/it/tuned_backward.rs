@@ -116,6 +116,10 @@ fn split_query_heads_agree_with_the_reference() {
         ((4, 2), BF16, (256, 256), Mask::CAUSAL, 0.0, Alibi::Off, Some(F32)),
         ((20, 4), BF16, (128, 128), Mask::CAUSAL, 0.0, Alibi::Off, None),
         ((14, 2), F16, (192, 128), Mask::CAUSAL, 0.0, Alibi::Off, Some(F32)),
+        // Parts of two heads, and a last one of one.
+        ((19, 1), BF16, (128, 128), Mask::CAUSAL, 0.0, Alibi::Off, None),
+        ((34, 2), F16, (64, 96), Mask::sliding(60), 0.0, Alibi::PerHead, Some(F32)),
+        ((17, 1), BF16, (192, 128), Mask::CAUSAL, 0.0, Alibi::Off, None),
     ];
     for (heads, dtype, (head_dim, value_dim), mask, softcap, alibi, gradients) in calls {
         let (dtypes, value_dim) = (dtype.into(), Some(value_dim));

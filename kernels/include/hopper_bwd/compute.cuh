@@ -153,7 +153,8 @@ __device__ __forceinline__ void compute_tiles(const HopperBackwardParams& params
     }
     int32_t block = ascends ? first_block : first_block + num_blocks - 1;
     const int32_t last_block = ascends ? first_block + num_blocks - 1 : first_block;
-    int32_t heads_left = forward.group;  // query heads left in this block
+    const int32_t num_heads = uniform(tile.num_heads);
+    int32_t heads_left = num_heads;  // query heads left in this block
     const auto is_last_step = [&] { return heads_left == 1 && block == last_block; };
 #pragma unroll
     for (int column = 0; column < kColumnTiles; ++column) {
@@ -445,7 +446,7 @@ __device__ __forceinline__ void compute_tiles(const HopperBackwardParams& params
       if constexpr (!Shape::kStoresDqDuringS) end_step();
       if (is_last_step()) break;
       if (--heads_left == 0) {
-        heads_left = forward.group;
+        heads_left = num_heads;
         block += ascends ? 1 : -1;
       }
       pipeline.query_full(query_state).wait();

@@ -66,7 +66,7 @@ __device__ __forceinline__ void accumulate_dq(const HopperBackwardParams& params
                                         : tile.key_block - visible_blocks.first_key_block(block);
       }
 #pragma unroll 1
-      for (int32_t i = 0; i < forward.group; ++i, ++step) {
+      for (int32_t i = 0; i < tile.num_heads; ++i, ++step) {
         if ((step & 1) != parity) continue;
         if (!contributes) {
 #pragma unroll
@@ -76,7 +76,7 @@ __device__ __forceinline__ void accumulate_dq(const HopperBackwardParams& params
           }
           continue;
         }
-        const int32_t head = tile.kv_head * forward.group + i;
+        const int32_t head = tile.first_head + i;
         int32_t* const semaphore = params.dq_semaphore + static_cast<int64_t>(head) * params.num_query_blocks +
                                    (tile.first_query_block + block);
         if (before > 0) {

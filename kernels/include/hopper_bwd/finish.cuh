@@ -92,7 +92,7 @@ __device__ __forceinline__ void store_dq_row_tile(const HopperBackwardParams& pa
   const int32_t head_block = static_cast<int32_t>(in_sequence / row_tiles);
   const int32_t row_tile = row_tiles - 1 - static_cast<int32_t>(in_sequence - int64_t{head_block} * row_tiles);
   const int32_t first_row = row_tile * kRowTileRows, rows = min(num_queries - first_row, kRowTileRows);
-  const int32_t num_heads = forward.num_kv_heads * forward.group;
+  const int32_t num_heads = params.num_q_heads;
   const int32_t lane = xa::ptx::opaque(threadIdx.x) % 32, row = lane / 4;
   const int32_t first_head = head_block * kFinishHeads, end_head = min(first_head + kFinishHeads, num_heads);
   bool is_accumulated = true;  // whether some key block contributes
@@ -181,7 +181,7 @@ __device__ __forceinline__ void clear_dbias_outside_tiles(const HopperBackwardPa
   const int32_t items_per_matrix = ceil_div(with.rows, kFinishRows);
   const auto matrix = static_cast<int32_t>(item / items_per_matrix);
   const int32_t first_row = static_cast<int32_t>(item - int64_t{matrix} * items_per_matrix) * kFinishRows;
-  const int32_t sequence = matrix / (params.base.forward.num_kv_heads * params.base.forward.group);
+  const int32_t sequence = matrix / params.num_q_heads;
   const SequencePlan& plan = params.sequences_by_row[sequence];
   int32_t begin = 0, end = 0;
   if (plan.num_queries > 0) {
@@ -202,7 +202,7 @@ __device__ __forceinline__ void clear_dbias_outside_tiles(const HopperBackwardPa
 template <typename Shape, typename T>
 __device__ __forceinline__ void process_finish_items(const HopperBackwardParams& params) {
   const AttentionParams& forward = params.base.forward;
-  const int32_t num_heads = forward.num_kv_heads * forward.group, head_blocks = ceil_div(num_heads, kFinishHeads);
+  const int32_t num_heads = params.num_q_heads, head_blocks = ceil_div(num_heads, kFinishHeads);
   const int32_t query_items = ceil_div(forward.num_tokens, kFinishRows),
                 clear_items = query_items + ceil_div(forward.capacity, kFinishRows);
   int64_t num_items = clear_items;

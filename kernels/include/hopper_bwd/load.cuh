@@ -95,7 +95,7 @@ __device__ __forceinline__ void load_tiles(const HopperBackwardParams& params,
     const int32_t num_queries = tile.num_queries, first_query = tile.first_query;
     int32_t block = tile.first_block, step = 1;
     const int32_t num_blocks = tile.num_blocks;
-    const int32_t first_head = tile.kv_head * forward.group;
+    const int32_t first_head = tile.first_head, end_head = first_head + tile.num_heads;
     load_key_block<Shape, kLoad>(params, pipeline, tile, tile_count);
     if (tile.queries_ascend == 0) {
       block += num_blocks - 1;
@@ -110,7 +110,7 @@ __device__ __forceinline__ void load_tiles(const HopperBackwardParams& params,
 #pragma unroll 1
     for (int32_t blocks_left = num_blocks; blocks_left > 0; --blocks_left, row += step * Shape::kQueries) {
 #pragma unroll 1
-      for (int32_t head = first_head; head < first_head + forward.group; ++head) {
+      for (int32_t head = first_head; head < end_head; ++head) {
         const float* const stats = (kLoadsKeys ? params.lse_log2 : params.base.delta) +
                                    (static_cast<int64_t>(head) * forward.num_tokens + first_query);
         const float* slope = nullptr;
@@ -158,7 +158,6 @@ __device__ __forceinline__ void load_tiles(const HopperBackwardParams& params,
 template <typename Shape>
 __device__ __forceinline__ void load_values_and_bias(const HopperBackwardParams& params,
                                                      const BackwardPipeline<Shape>& pipeline) {
-  const AttentionParams& forward = params.base.forward;
   const bool is_leader = threadIdx.x % 32 == 0;
   const BiasCopy<Shape> bias_copy(params, pipeline);
   const HiddenRows<Shape> hidden_rows(params, pipeline);
@@ -175,9 +174,9 @@ __device__ __forceinline__ void load_values_and_bias(const HopperBackwardParams&
 #pragma unroll 1
     for (int32_t blocks_left = tile.num_blocks; blocks_left > 0; --blocks_left) {
 #pragma unroll 1
-      for (int32_t i = 0; i < forward.group; ++i, ++step) {
+      for (int32_t i = 0; i < tile.num_heads; ++i, ++step) {
         const int32_t block = tile.queries_ascend != 0 ? tile.num_blocks - blocks_left : blocks_left - 1;
-        const int32_t row = (tile.first_block + block) * Shape::kQueries, head = tile.kv_head * forward.group + i;
+        const int32_t row = (tile.first_block + block) * Shape::kQueries, head = tile.first_head + i;
         const PipelineState<2> dout_state(step);
         const Barrier full = pipeline.dout_full(dout_state);
         pipeline.dout_empty(dout_state).producer_wait();
@@ -188,7 +187,7 @@ __device__ __forceinline__ void load_values_and_bias(const HopperBackwardParams&
         }
         __syncwarp();
         const float* const deltas =
-            params.base.delta + (static_cast<int64_t>(head) * forward.num_tokens + tile.first_query);
+            params.base.delta + (static_cast<int64_t>(head) * params.base.forward.num_tokens + tile.first_query);
         load_row_stats<Shape>(pipeline.deltas(dout_state.stage), deltas + row, nullptr, full.address,
                               tile.num_queries - row);
         if (is_leader) bias_copy.copy_step(step, row, head);

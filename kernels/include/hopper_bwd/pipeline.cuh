@@ -19,12 +19,15 @@
 
 namespace xa::hopper {
 
-/// A work tile: a block of keys of one KV head, and the query blocks that attend to some of it.
+/// A work tile: a block of keys, query heads of its KV head, and the query blocks that attend to some of it.
 struct BackwardTile {
-  int32_t key_block;  // of the sequence; negative past the last tile
-  int32_t kv_head;
-  int32_t keys_descend;    // whether the tiles of a head go from the last key block to the first, and dQ is added so
-  int32_t queries_ascend;  // whether the tile goes from its first query block to the last
+  int32_t key_block;   // of the sequence; negative past the last tile
+  int32_t kv_head;     // counts parts of KV heads (HopperBackwardParams::head_splits)
+  int32_t first_head;  // the query heads of the tile
+  int32_t num_heads;
+  int8_t keys_descend;    // whether the tiles of a head go from the last key block to the first, and dQ is added so
+  int8_t queries_ascend;  // whether the tile goes from its first query block to the last
+  int16_t hidden_keys;    // SequenceStart::hidden_keys; only with a bias
   int32_t first_block;
   int32_t num_blocks;
   int32_t first_query;
@@ -36,7 +39,6 @@ struct BackwardTile {
   int32_t first_query_block;
   int32_t sequence;
   int32_t key_block_index;  // over all sequences; only with bounds of rows
-  int32_t hidden_keys;      // SequenceStart::hidden_keys; only with a bias
 };
 static_assert(sizeof(BackwardTile) <= 64);
 

@@ -9,7 +9,7 @@
 // Contributions to dQ are added in a fixed order of key blocks, and a CTA waits for the one before it. Under a causal
 // mask, tiles go from the last key block to the first, and each begins at its first queries: a CTA is then some steps
 // behind the one before it and does not wait. The longest tiles come last that way, so the last head group goes from
-// the first key block to the last.
+// the first key block to the last. If all heads fit into one head group, half of them form the last one.
 //
 // Ascending tiles spread the CTAs over all queries of a head group, which with grouped-query attention is more than L2
 // holds. There, all tiles go through the queries from the last block: CTAs follow each other through the same query
@@ -43,29 +43,23 @@ __device__ __forceinline__ bool has_large_groups(const AttentionParams& params) 
   return Shape::kAccumulatesDq && Shape::kHeadDim * params.group >= 768;
 }
 
-/// How the KV heads of a sequence are divided into head groups.
+/// KV heads per head group of a sequence; the last group may have fewer.
 template <typename Shape>
-struct HeadGroups {
-  int32_t heads;  // per head group; the last one may have fewer
-  int32_t count;
-
-  __device__ __forceinline__ HeadGroups(const AttentionParams& params, int32_t num_queries) {
-    // A head group's Q, dO and dq_accum should fit into L2. With several query heads per KV head, CTAs read only a
-    // window of them at a time, which is shorter where they go through the same query blocks in every wave.
-    constexpr float kL2Bytes = 16.8e6f, kRowBytes = 8.0f * Shape::kHeadDim;
-    float cached_heads = static_cast<float>(params.group);
-    if (Shape::kAccumulatesDq && params.group > 1) cached_heads = has_large_groups<Shape>(params) ? 0.25f : 0.5f;
-    const float head_bytes = kRowBytes * static_cast<float>(num_queries) * cached_heads;
-    // Without a causal mask all key blocks have the same queries, and the first CTAs of a head wait for each other in
-    // turn. With two heads per group, half as many do.
-    const float min_heads = Shape::kAccumulatesDq && params.window_right < 0 ? 2.0f : 1.0f;
-    const auto wanted = static_cast<uint32_t>(fminf(fmaxf(kL2Bytes / fmaxf(head_bytes, 1.0f), min_heads), 1e6f));
-    const auto num_heads = static_cast<uint32_t>(params.num_kv_heads);
-    const uint32_t at_most = num_heads / min(max(wanted, 1u), num_heads);
-    heads = static_cast<int32_t>((num_heads + at_most - 1) / at_most);
-    count = ceil_div(params.num_kv_heads, heads);
-  }
-};
+__device__ __forceinline__ int32_t heads_per_head_group(const AttentionParams& params, int32_t num_queries) {
+  // A head group's Q, dO and dq_accum should fit into L2. With several query heads per KV head, CTAs read only a
+  // window of them at a time, which is shorter where they go through the same query blocks in every wave.
+  constexpr float kL2Bytes = 16.8e6f, kRowBytes = 8.0f * Shape::kHeadDim;
+  float cached_heads = static_cast<float>(params.group);
+  if (Shape::kAccumulatesDq && params.group > 1) cached_heads = has_large_groups<Shape>(params) ? 0.25f : 0.5f;
+  const float head_bytes = kRowBytes * static_cast<float>(num_queries) * cached_heads;
+  // Without a causal mask all key blocks have the same queries, and the first CTAs of a head wait for each other in
+  // turn. With more heads per group fewer do. With grouped-query attention a tile takes longer, and waits are short.
+  const float min_heads = !Shape::kAccumulatesDq || params.window_right >= 0 ? 1.0f : params.group > 1 ? 2.0f : 8.0f;
+  const auto wanted = static_cast<uint32_t>(fminf(fmaxf(kL2Bytes / fmaxf(head_bytes, 1.0f), min_heads), 1e6f));
+  const auto num_heads = static_cast<uint32_t>(params.num_kv_heads);
+  const uint32_t at_most = num_heads / min(max(wanted, 1u), num_heads);
+  return static_cast<int32_t>((num_heads + at_most - 1) / at_most);
+}
 
 /// Ranges of visible blocks: the key blocks that a query block attends to, and the query blocks that attend to a key
 /// block (FlashAttention's get_n_block_min_max and get_m_block_min_max).
@@ -141,16 +135,31 @@ __device__ __forceinline__ void locate_tile(const HopperBackwardParams& params, 
       Shape::kAccumulatesDq && tile_index < __ldg(&params.plan->num_wave_tiles) && (tile_index & kWaveTiles) != 0;
   const SequencePlan& sequence =
       params.sequences_by_tile[find_sequence<ByTile>(params.sequences_by_tile, forward.max_seqs, tile_index)];
-  const int32_t num_queries = sequence.num_queries, num_keys = sequence.num_keys, num_heads = forward.num_kv_heads;
-  const HeadGroups<Shape> head_groups(forward, num_queries);
-  const int32_t key_blocks = ceil_div(num_keys, Shape::kKeys), in_sequence = tile_index - sequence.first_tile;
-  // The last heads of the last sequence form a head group with at least a tile for most SMs.
+  to.first_query = sequence.first_query;
+  to.num_queries = sequence.num_queries;
+  to.first_key = sequence.first_key;
+  to.num_keys = sequence.num_keys;
+  to.shift = sequence.shift;
+  to.first_row_tile = sequence.first_row_tile;
+  to.first_query_block = sequence.first_query_block;
+  to.sequence = sequence.sequence;
+  if constexpr (Shape::kHasBias) to.hidden_keys = params.sequence_starts[sequence.sequence].hidden_keys;
+  if constexpr (Shape::kHasKeyRanges) to.key_block_index = first_key_block<Shape>(sequence);
+  const int32_t num_heads = forward.num_kv_heads, group_heads = heads_per_head_group<Shape>(forward, to.num_queries);
+  const int32_t key_blocks = ceil_div(to.num_keys, Shape::kKeys), first_tile = sequence.first_tile;
+  const int32_t in_sequence = tile_index - first_tile;
+  // The last heads of the last sequence form a head group with at least a tile for most SMs. If every other head group
+  // goes from the last key block and the call would have one head group, this is half of its heads.
   constexpr int32_t kLastTiles = 120;
-  const bool is_last = sequence.first_tile + key_blocks * num_heads == num_tiles;
-  const int32_t last_heads = is_last ? min(max(ceil_div(kLastTiles, key_blocks), head_groups.heads), num_heads) : 0;
-  const int32_t head_group = in_sequence / (key_blocks * head_groups.heads);
-  int32_t first_head = head_group * head_groups.heads,
-          end_head = min(first_head + head_groups.heads, num_heads - last_heads);
+  const bool alternates = Shape::kAccumulatesDq && forward.group == 1 && forward.window_right >= 0;
+  int32_t last_heads = 0;
+  if (first_tile + key_blocks * num_heads == num_tiles) {
+    const bool is_only_group = first_tile == 0 && group_heads == num_heads;
+    const int32_t least_heads = alternates && is_only_group ? ceil_div(num_heads, 2) : group_heads;
+    last_heads = min(max(ceil_div(kLastTiles, key_blocks), least_heads), num_heads);
+  }
+  const int32_t head_group = in_sequence / (key_blocks * group_heads);
+  int32_t first_head = head_group * group_heads, end_head = min(first_head + group_heads, num_heads - last_heads);
   const bool in_last = in_sequence >= key_blocks * (num_heads - last_heads);
   if (in_last) {
     first_head = num_heads - last_heads;
@@ -158,48 +167,38 @@ __device__ __forceinline__ void locate_tile(const HopperBackwardParams& params, 
   }
   const int32_t in_head_group = in_sequence - key_blocks * first_head, heads = end_head - first_head;
   int32_t key_block = in_head_group / heads;
-  to.kv_head = first_head + in_head_group - key_block * heads;
-  // With few head groups, one that goes the other way costs more than it saves.
-  constexpr int32_t kFewHeadGroups = 8;
-  const bool keys_descend = Shape::kAccumulatesDq && forward.group == 1 && forward.window_right >= 0 && !in_last &&
-                            __ldg(&params.plan->num_head_groups) >= kFewHeadGroups;
+  const int32_t part = first_head + in_head_group - key_block * heads, kv_head = part / params.head_splits;
+  const int32_t heads_before = (part - kv_head * params.head_splits) * forward.group;
+  to.kv_head = part;
+  to.first_head = kv_head * params.kv_group + heads_before;
+  to.num_heads = min(forward.group, params.kv_group - heads_before);
+  const bool keys_descend = alternates && !in_last;
   if (keys_descend) {
     key_block = key_blocks - 1 - key_block;
     to.queries_ascend = 1;
   }
-  // Where no CTA adds to dQ, a tile's query blocks need not be those of other tiles: they begin at the first query that
-  // attends to the tile's keys, and the tile takes that query for the sequence's first one.
-  int32_t skipped_queries = 0;
-  if (!Shape::kAccumulatesDq && forward.window_right >= 0) {
-    skipped_queries = max(key_block * Shape::kKeys - sequence.shift - forward.window_right, 0);
-  }
-  const int32_t shift = sequence.shift + skipped_queries, tile_queries = num_queries - skipped_queries;
-  const VisibleBlocks<Shape> visible_blocks = {tile_queries, num_keys, shift, forward.window_left,
-                                               forward.window_right};
-  int32_t first_block;
-  if constexpr (Shape::kHasKeyRanges) {
-    to.key_block_index = first_key_block<Shape>(sequence) + key_block;
-    first_block = __ldg(&with_key_ranges(params).key_block_queries[to.key_block_index].first_block);
-  } else {
-    first_block = visible_blocks.first_query_block(key_block);
-  }
   to.key_block = key_block;
   to.keys_descend = keys_descend;
-  to.first_block = first_block;
+  // Where no CTA adds to dQ, a tile's query blocks need not be those of other tiles: they begin at the first query that
+  // attends to the tile's keys, and the tile takes that query for the sequence's first one.
+  if (!Shape::kAccumulatesDq && forward.window_right >= 0) {
+    const int32_t skipped_queries = max(key_block * Shape::kKeys - to.shift - forward.window_right, 0);
+    to.first_query += skipped_queries;
+    to.num_queries -= skipped_queries;
+    to.shift += skipped_queries;
+  }
   if constexpr (Shape::kHasKeyRanges) {
-    to.num_blocks = __ldg(&with_key_ranges(params).key_block_queries[to.key_block_index].num_blocks);
+    to.key_block_index += key_block;
+    const KeyBlockQueries& queries = with_key_ranges(params).key_block_queries[to.key_block_index];
+    to.first_block = __ldg(&queries.first_block);
+    to.num_blocks = __ldg(&queries.num_blocks);
   } else {
+    const VisibleBlocks<Shape> visible_blocks = {to.num_queries, to.num_keys, to.shift, forward.window_left,
+                                                 forward.window_right};
+    const int32_t first_block = visible_blocks.first_query_block(key_block);
+    to.first_block = first_block;
     to.num_blocks = visible_blocks.last_query_block(key_block) - first_block + 1;
   }
-  to.first_query = sequence.first_query + skipped_queries;
-  to.num_queries = tile_queries;
-  to.first_key = sequence.first_key;
-  to.num_keys = num_keys;
-  to.shift = shift;
-  to.first_row_tile = sequence.first_row_tile;
-  to.first_query_block = sequence.first_query_block;
-  to.sequence = sequence.sequence;
-  if constexpr (Shape::kHasBias) to.hidden_keys = params.sequence_starts[sequence.sequence].hidden_keys;
 }
 
 }  // namespace xa::hopper

@@ -18,7 +18,6 @@ template <int kThreads>
 struct SequencePlanScratch {
   int32_t tiles[kThreads];  // by rank in tile order; before that, the sequences' lengths
   int32_t warp_tiles[kThreads / 32];
-  int32_t warp_head_groups[kThreads / 32];
   int32_t num_wave_tiles;  // first tile of the first sequence that does not fill whole waves
 };
 
@@ -67,33 +66,27 @@ __device__ __forceinline__ int32_t align_keys(SequencePlan& plan, int32_t start)
 /// Whether a causal sequence has as many queries as keys and its head groups fill whole waves of tiles; see
 /// schedule.cuh.
 template <typename Shape>
-__device__ __forceinline__ bool fills_whole_waves(const AttentionParams& params, const SequencePlan& plan,
-                                                  int32_t heads_per_group) {
+__device__ __forceinline__ bool fills_whole_waves(const AttentionParams& params, const SequencePlan& plan) {
+  const int32_t group_heads = heads_per_head_group<Shape>(params, plan.num_queries);
   return has_large_groups<Shape>(params) && params.window_left < 0 && params.window_right == 0 && plan.shift == 0 &&
-         plan.num_queries == plan.num_keys && params.num_kv_heads % heads_per_group == 0 &&
-         ceil_div(plan.num_keys, Shape::kKeys) * heads_per_group % kWaveTiles == 0;
+         plan.num_queries == plan.num_keys && params.num_kv_heads % group_heads == 0 &&
+         ceil_div(plan.num_keys, Shape::kKeys) * group_heads % kWaveTiles == 0;
 }
 
-/// Exclusive prefix sum of `tiles` over the threads, and the totals of `tiles` and `head_groups` in this round.
+/// Exclusive prefix sum of `tiles` over the threads, and their total in this round.
 template <int kThreads>
 __device__ __forceinline__ void sum_preceding(SequencePlanScratch<kThreads>& scratch, int32_t tiles,
-                                              int32_t head_groups, int32_t& first_tile, int32_t& all_tiles,
-                                              int32_t& all_head_groups) {
-  const int32_t warp = threadIdx.x / 32;
-  const int32_t tiles_here = sum_up_to_this_lane(tiles), head_groups_here = sum_up_to_this_lane(head_groups);
+                                              int32_t& first_tile, int32_t& all_tiles) {
+  const int32_t warp = threadIdx.x / 32, tiles_here = sum_up_to_this_lane(tiles);
   __syncthreads();
-  if (threadIdx.x % 32 == 31) {
-    scratch.warp_tiles[warp] = tiles_here;
-    scratch.warp_head_groups[warp] = head_groups_here;
-  }
+  if (threadIdx.x % 32 == 31) scratch.warp_tiles[warp] = tiles_here;
   __syncthreads();
   first_tile = tiles_here - tiles;
-  all_tiles = all_head_groups = 0;
+  all_tiles = 0;
 #pragma unroll
   for (int w = 0; w < kThreads / 32; ++w) {
     if (w < warp) first_tile += scratch.warp_tiles[w];
     all_tiles += scratch.warp_tiles[w];
-    all_head_groups += scratch.warp_head_groups[w];
   }
 }
 
@@ -113,7 +106,7 @@ __device__ __forceinline__ void plan_sequences(const HopperBackwardParams& param
   // The longest sequences come first, because their tiles take longest. This needs all sequences in one round.
   const bool sorts_by_length = num_seqs <= kThreads;
   StartScan scan;
-  int32_t tiles_so_far = 0, head_groups_so_far = 0;
+  int32_t tiles_so_far = 0;
   // With fewer or many more SMs than a wave has tiles, CTAs would wait for those of a wave that has not ended.
   const bool has_waves = params.num_sms / 16 == kWaveTiles / 16;
   if (threadIdx.x == 0) scratch.num_wave_tiles = has_waves ? INT32_MAX : 0;
@@ -128,13 +121,11 @@ __device__ __forceinline__ void plan_sequences(const HopperBackwardParams& param
     if (params.sequence_starts != nullptr && b < num_seqs) {
       params.sequence_starts[b] = {tile.first_token, tile.start_k, align_keys(plan, tile.start_k)};
     }
-    int32_t tiles = 0, num_head_groups = 0;
+    int32_t tiles = 0;
     bool fills_waves = false;
     if (plan.num_queries > 0) {
-      const HeadGroups<Shape> head_groups(forward, plan.num_queries);
       tiles = ceil_div(plan.num_keys, Shape::kKeys) * forward.num_kv_heads;
-      num_head_groups = head_groups.count;
-      fills_waves = fills_whole_waves<Shape>(forward, plan, head_groups.heads);
+      fills_waves = fills_whole_waves<Shape>(forward, plan);
     }
     int32_t rank = b;
     if (sorts_by_length) {
@@ -149,9 +140,9 @@ __device__ __forceinline__ void plan_sequences(const HopperBackwardParams& param
       if (b < num_seqs) scratch.tiles[rank] = tiles;
       __syncthreads();
     }
-    int32_t preceding, all_tiles, all_head_groups;
+    int32_t preceding, all_tiles;
     sum_preceding<kThreads>(scratch, sorts_by_length ? (b < num_seqs ? scratch.tiles[threadIdx.x] : 0) : tiles,
-                            num_head_groups, preceding, all_tiles, all_head_groups);
+                            preceding, all_tiles);
     if (sorts_by_length) {
       __syncthreads();
       scratch.tiles[threadIdx.x] = preceding;
@@ -165,11 +156,10 @@ __device__ __forceinline__ void plan_sequences(const HopperBackwardParams& param
       if (tiles > 0 && !fills_waves) atomicMin(&scratch.num_wave_tiles, plan.first_tile);
     }
     tiles_so_far += all_tiles;
-    head_groups_so_far += all_head_groups;
   }
   __syncthreads();
   if (threadIdx.x == 0) {
-    *params.plan = {0, 0, 0, tiles_so_far, head_groups_so_far, scratch.num_wave_tiles};
+    *params.plan = {0, 0, 0, tiles_so_far, scratch.num_wave_tiles};
   }
 }
 

@@ -77,7 +77,7 @@ __device__ __forceinline__ void compute_dv(const HopperBackwardParams& params, c
       if constexpr (Shape::kHasAlibi) unmasked.end = min(unmasked.end, uniform(tile.num_queries) / Shape::kQueries);
       if (first_key + 64 > uniform(tile.num_keys)) unmasked.end = INT32_MIN;
     }
-    const int32_t num_steps = forward.group * num_blocks;
+    const int32_t num_steps = uniform(tile.num_heads) * num_blocks;
     int32_t steps_left = num_steps, block = first_block;
     uint32_t p[kTiles / 2][4];
     dv.clear();
@@ -216,7 +216,7 @@ __device__ __forceinline__ void compute_dk(const HopperBackwardParams& params, c
     const BackwardTile& tile = pipeline.tile(tile_state);
     const int32_t key_block = uniform(tile.key_block);
     if (key_block < 0) break;
-    const int32_t num_steps = forward.group * uniform(tile.num_blocks);
+    const int32_t num_steps = uniform(tile.num_heads) * uniform(tile.num_blocks);
     int32_t steps_left = num_steps;
     uint32_t ds[kTiles / 2][4];
     dk.clear();

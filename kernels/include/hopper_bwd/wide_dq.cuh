@@ -203,7 +203,7 @@ __device__ __forceinline__ void compute_dq(const HopperBackwardParams& params, c
       release_atom_columns<Shape::kValueAtomColumns>(value_read_state, streamed_values_empty);
       read_state = release_state;
     }
-    const int64_t row_stride = static_cast<int64_t>(forward.num_kv_heads) * forward.group * forward.head_dim;
+    const int64_t row_stride = static_cast<int64_t>(params.num_q_heads) * forward.head_dim;
     const int64_t element = (tile.first_query + first_row) * row_stride + tile.head * forward.head_dim;
     with_gradient_type<T>(params.base, params.base.dq, [&](auto* gradient) {
       store_gradient(dq, params.base.softmax_scale, gradient + element, row_stride, tile.num_queries - first_row,

@@ -33,7 +33,7 @@ __device__ __forceinline__ void load_held(uint32_t to, const TensorMap& map, con
 template <typename Shape>
 __device__ __forceinline__ bool locate_query_tile(const HopperBackwardParams& params, int32_t index, QueryTile& to) {
   const AttentionParams& forward = params.base.forward;
-  const int32_t num_heads = forward.num_kv_heads * forward.group;
+  const int32_t num_heads = params.num_q_heads;
   const SequencePlan& sequence =
       params
           .sequences_by_row[find_sequence<ByQueryBlock>(params.sequences_by_row, forward.max_seqs, index / num_heads)];
@@ -42,7 +42,7 @@ __device__ __forceinline__ bool locate_query_tile(const HopperBackwardParams& pa
   if (in_sequence < 0 || in_sequence >= blocks * num_heads) return false;
   constexpr float kL2Bytes = 16.8e6f, kRowBytes = 4.0f * Shape::kHeadDim;
   const float cached_heads = fminf(kL2Bytes / (kRowBytes * static_cast<float>(sequence.num_keys)), 1e6f);
-  const int32_t group_heads = min(max(static_cast<int32_t>(cached_heads), 1) * forward.group, num_heads);
+  const int32_t group_heads = min(max(static_cast<int32_t>(cached_heads), 1) * params.kv_group, num_heads);
   const int32_t first_head = in_sequence / (blocks * group_heads) * group_heads;
   const int32_t in_group = in_sequence - first_head * blocks, heads = min(group_heads, num_heads - first_head);
   const int32_t blocks_before = in_group / heads, block = blocks - 1 - blocks_before;
@@ -73,7 +73,7 @@ __device__ __forceinline__ void take_tile(const HopperBackwardParams& params, Ti
     locate_tile<Shape>(params, next_index(reinterpret_cast<unsigned long long*>(&params.plan->next_tile)), tile);
   } else {
     const AttentionParams& forward = params.base.forward;
-    const int32_t end = forward.max_seqs == 0 ? 0 : params.num_query_blocks * forward.num_kv_heads * forward.group;
+    const int32_t end = forward.max_seqs == 0 ? 0 : params.num_query_blocks * params.num_q_heads;
     int32_t index;
     do {
       index = next_index(reinterpret_cast<unsigned long long*>(&params.plan->next_query_tile));
@@ -143,9 +143,8 @@ __device__ __forceinline__ void load_wide_tiles(const HopperWideBackwardParams& 
     const RaggedRows queries(tile.first_query, tile.num_queries), keys(tile.first_key, tile.num_keys);
     const int32_t num_queries = tile.num_queries, first_query = tile.first_query, num_blocks = tile.num_blocks;
     const int32_t first_block = tile.first_block, sequence = tile.sequence;
-    // Parts of the query heads of a KV head count as KV heads.
-    const int32_t key_head =
-        (Shape::kComputesDkDv || forward.group == 1 ? held_head : held_head / forward.group) / params.head_splits;
+    // Tiles of keys count parts of KV heads, those of queries query heads.
+    const int32_t key_head = held_head / (Shape::kComputesDkDv ? params.head_splits : params.kv_group);
     if constexpr (Shape::kStreamsHeld) {
       load_block(kLoadsValues ? params.v : params.k, Shape::kHeldAtomColumnBytes, key_head, keys,
                  held_block * Shape::kKeys);
@@ -169,9 +168,9 @@ __device__ __forceinline__ void load_wide_tiles(const HopperWideBackwardParams& 
       if (is_leader) pipeline.tile_empty(tile_state).arrive();
     }
     if constexpr (Shape::kComputesDkDv) {
-      const int32_t first_head = held_head * forward.group;
+      const int32_t first_head = tile.first_head, end_head = first_head + tile.num_heads;
 #pragma unroll 1
-      for (int32_t head = first_head; head < first_head + forward.group; ++head) {
+      for (int32_t head = first_head; head < end_head; ++head) {
         const float* const stats = (kLoadsValues ? params.base.delta : params.lse_log2) +
                                    (static_cast<int64_t>(head) * forward.num_tokens + first_query);
         const float* slope = nullptr;

@@ -103,7 +103,7 @@ impl AttentionParams {
     }
 
     /// The same with `packs` groups of `pack` query heads in place of the KV heads and their groups, in tiles of `tile_queries`.
-    pub(super) fn with_packs(&self, pack: i64, packs: i64, tile_queries: i64) -> Self {
+    pub(in crate::cuda) fn with_packs(&self, pack: i64, packs: i64, tile_queries: i64) -> Self {
         Self {
             num_kv_heads: packs as i32,
             group: pack as i32,

@@ -9,7 +9,7 @@ use crate::cuda::variants;
 use crate::error::Result;
 use crate::problem::attention::Attention;
 use crate::problem::flash_attn_varlen_bwd::FlashAttnVarlenBwd;
-use crate::problem::workspace::max_head_splits;
+use crate::problem::workspace::{can_split, max_head_splits};
 
 /// Columns that a thread of `hopper_bwd_combine` adds up.
 const COMBINE_COLUMNS: usize = 8;
@@ -53,61 +53,82 @@ impl PartialGradients {
     }
 }
 
-/// The next smaller number of parts of equal size than `splits`, which is more than 1.
+/// The next smaller number of parts than `splits`, which is more than 1.
 fn fewer_splits(forward: &Attention, splits: usize) -> usize {
-    let heads = forward.num_q_heads / forward.num_kv_heads;
-    (1..splits).rev().find(|fewer| heads.is_multiple_of(*fewer)).unwrap_or(1)
+    let heads = (forward.num_q_heads / forward.num_kv_heads) as i64;
+    (1..splits).rev().find(|fewer| can_split(heads, *fewer as i64)).unwrap_or(1)
 }
 
 /// The parts of each KV head's query heads. More parts fill the SMs better, and each tile has fewer steps for the time in
 /// which it starts and stores its gradients.
 fn num_splits(forward: &Attention, num_keys: usize, sms: usize, [tile_keys, step_queries]: [usize; 2]) -> usize {
-    /// Heads in a part of a call that has enough of such parts.
-    const HEADS: usize = 8;
-    /// Tiles per SM, times query heads per KV head, from which on there are enough.
-    const ENOUGH_HEADS: usize = 31;
+    /// Tokens of a sequence, on average, up to which more parts than fill the SMs cost more than they save.
+    const SHORT: usize = 2304;
+    /// Twice the tiles per SM of a causal call that are enough for short sequences.
+    const ENOUGH_TILES: usize = 7;
+    /// Heads in a part of longer ones, and tiles per SM, times query heads per KV head, from which on no part has fewer.
+    const HEADS: usize = 4;
+    const ENOUGH_HEADS: usize = 23;
     /// Steps of a tile that are worth its start and end.
-    const STEPS: usize = 32;
+    const STEPS: usize = 24;
     /// Steps below which a tile takes about as long as an empty one.
     const FEW_STEPS: usize = 4;
-    /// By how much the share of time in which SMs have a tile has to grow where all tiles have the same length.
+    /// By how much the share of time in which SMs have a tile has to grow where all tiles have the same length: a constant, and what it
+    /// takes to add up the parts of a sequence of one token.
     const GAIN: f64 = 1.02;
+    const COMBINE: f64 = 48.0;
     let heads = forward.num_q_heads / forward.num_kv_heads;
     let tiles = num_keys.div_ceil(tile_keys).saturating_mul(forward.num_kv_heads);
     let [q_heads, kv_heads] = [forward.num_q_heads, forward.num_kv_heads].map(|heads| heads as i64);
     let columns = forward.head_dim.max(forward.value_dim) as i64;
-    let mut splits = max_head_splits(q_heads, kv_heads, columns, tiles as i64) as usize;
-    if splits == 1 {
+    let most = max_head_splits(q_heads, kv_heads, columns, tiles as i64) as usize;
+    if most == 1 {
         return 1;
     }
     let is_bounded = |window: i64| (0..i64::from(i32::MAX)).contains(&window);
     let is_triangular = is_bounded(forward.score.window_left) != is_bounded(forward.score.window_right);
+    // Where all tiles have the same length, parts of unequal size let CTAs drift apart, which then read different queries.
+    let is_equal = |splits: usize| heads.is_multiple_of(splits);
+    let wants_equal = !is_triangular && (2..=most).any(is_equal);
+    let is_candidate =
+        |splits: &usize| if wants_equal { is_equal(*splits) } else { can_split(heads as i64, *splits as i64) };
+    let largest_below = |end: usize| (1..end).rev().find(is_candidate).unwrap_or(1);
+    let mut splits = largest_below(most + 1);
+    let mean_length = (forward.num_rows / forward.max_seqs.max(1)).max(1);
     if is_triangular {
-        // The longest tile takes twice the mean, and only several waves keep all SMs busy.
-        while splits > 1 && heads / splits < HEADS && tiles.saturating_mul(heads) >= ENOUGH_HEADS * sms {
-            splits = fewer_splits(forward, splits);
+        // The longest tile takes twice the mean, and only several waves keep all SMs busy. From some length on, what large parts read does
+        // not fit into L2.
+        let is_enough = |splits: usize| {
+            if mean_length <= SHORT {
+                2 * tiles.saturating_mul(splits) >= ENOUGH_TILES * sms
+            } else {
+                heads.div_ceil(splits) <= HEADS && tiles.saturating_mul(heads) >= ENOUGH_HEADS * sms
+            }
+        };
+        while splits > 1 && is_enough(largest_below(splits)) {
+            splits = largest_below(splits);
         }
     } else {
         let busy_share = |splits: usize| {
             let tiles = tiles.saturating_mul(splits).max(1);
-            tiles as f64 / tiles.next_multiple_of(sms) as f64
+            let mean_part = heads as f64 / splits as f64 / heads.div_ceil(splits) as f64;
+            mean_part * tiles as f64 / tiles.next_multiple_of(sms) as f64
         };
-        while splits > 1 && busy_share(fewer_splits(forward, splits)) > busy_share(splits) {
-            splits = fewer_splits(forward, splits);
-        }
-        if busy_share(splits) < GAIN * busy_share(1) {
+        let busier = |best, splits| if busy_share(splits) > busy_share(best) { splits } else { best };
+        splits = (1..=splits).rev().filter(is_candidate).reduce(busier).unwrap_or(1);
+        if busy_share(splits) < (GAIN + COMBINE / mean_length as f64) * busy_share(1) {
             splits = 1;
         }
     }
-    let mean_length = (forward.num_rows / forward.max_seqs.max(1)).max(1);
-    let mean_steps = |splits| heads / splits * mean_length.div_ceil(step_queries) / if is_triangular { 2 } else { 1 };
+    let longest = if is_triangular { 2 } else { 1 };
+    let mean_steps = |splits| heads * mean_length.div_ceil(step_queries) / (longest * splits);
     // A tenth of the SMs without a tile costs less than tiles that have too few steps, and fewer tiles than SMs less than a second wave of
-    // tiles that hardly have any.
+    // tiles that hardly have any. Where the longest tile takes twice the mean, SMs need two tiles.
     while splits > 1
-        && (mean_steps(splits) < STEPS && 10 * tiles * fewer_splits(forward, splits) >= 9 * sms
+        && (mean_steps(splits) < STEPS && 10 * tiles * largest_below(splits) >= 9 * longest * sms
             || mean_steps(splits) < FEW_STEPS && tiles * splits > sms)
     {
-        splits = fewer_splits(forward, splits);
+        splits = largest_below(splits);
     }
     splits
 }

@@ -196,10 +196,12 @@ impl WorkspaceLayout {
             ..
         } = *self;
         let has_f32_key_gradients = widens_gradients(problem) || self.splits_heads();
-        let num_kv_heads = problem.forward.num_kv_heads * head_splits;
-        let split = FlashAttnVarlenBwd { forward: Attention { num_kv_heads, ..problem.forward }, ..*problem };
-        let mut base = BackwardParams::new(&split, device, self.delta.cast())?;
+        let Attention { num_q_heads, num_kv_heads, .. } = problem.forward;
+        let kv_group = num_q_heads / num_kv_heads;
+        let mut base = BackwardParams::new(problem, device, self.delta.cast())?;
         if self.splits_heads() {
+            let [part, parts] = [kv_group.div_ceil(head_splits), num_kv_heads * head_splits].map(|n| n as i64);
+            base.forward = base.forward.with_packs(part, parts, 1);
             (base.dk, base.dv) = (partial_dk.cast(), partial_dv.cast());
         }
         let encode = |config: &TensorMapConfig| config.encode(problem);
@@ -225,6 +227,8 @@ impl WorkspaceLayout {
             num_query_blocks: num_query_blocks as i32,
             num_sms: device.sms as i32,
             head_splits: head_splits as i32,
+            num_q_heads: num_q_heads as i32,
+            kv_group: kv_group as i32,
             widens_key_gradients: i32::from(has_f32_key_gradients),
         })
     }

@@ -48,7 +48,6 @@ pub struct BackwardPlan {
     pub next_query_tile: u64,
     pub next_finish_item: u64,
     pub num_tiles: i32,
-    pub num_head_groups: i32,
     /// The tiles of the first sequences whose head groups fill whole waves of CTAs; 0 on a GPU with other waves.
     pub num_wave_tiles: i32,
 }
@@ -88,8 +87,11 @@ pub struct HopperBackwardParams {
     /// Of the GPU.
     pub num_sms: i32,
     /// The parts into which the query heads of a KV head are split. `base.forward` then has each part as a KV head,
-    /// but `k` and `v` have the call's own.
+    /// whose `group` the last part may not fill, but `k` and `v` have the call's own.
     pub head_splits: i32,
+    pub num_q_heads: i32,
+    /// Query heads per KV head of the call.
+    pub kv_group: i32,
     /// Whether `base.dk` and `base.dv` are f32: the gradients of the call, or partial sums, one per part.
     pub widens_key_gradients: i32,
 }

@@ -182,8 +182,8 @@ fn short_sequences_of_large_groups_are_left_to_the_portable_kernels() {
 }
 
 #[test]
-fn query_heads_of_few_kv_heads_are_split() {
-    const LARGE: &[i64; 1] = &[1 << 30];
+fn query_heads_are_split() {
+    const LARGE: &[i64; 1] = &[1 << 32];
     let splits_of = |heads: [usize; 2], [seqs, length]: [usize; 2], window_right, workspace: &'static [i64; 1]| {
         let mut problem = gradients(128);
         problem.num_keys = seqs * length;
@@ -206,11 +206,12 @@ fn query_heads_of_few_kv_heads_are_split() {
         ([28, 1], 14),
         ([12, 1], 12),
         ([24, 2], 12),
-        ([40, 8], 1),
-        ([32, 4], 4),
+        ([40, 8], 3),
+        ([32, 4], 8),
         ([7, 1], 7),
         ([2, 2], 1),
-        ([64, 8], 2),
+        ([64, 8], 4),
+        ([28, 4], 7),
     ] {
         assert_eq!(splits_of(heads, [1, 1000], 0, LARGE), expected, "{heads:?}");
     }
@@ -219,13 +220,37 @@ fn query_heads_of_few_kv_heads_are_split() {
     assert_eq!(splits_of([16, 1], [1, 1000], 0, &[9_000_000]), 1);
     // Tiles with hardly any steps, of which there would be more than SMs.
     assert_eq!(splits_of([8, 1], [17, 127], 0, LARGE), 4);
-    // With enough tiles, a part has eight heads, or its tiles at least 32 steps.
+    // With enough tiles, parts of short sequences fill the SMs a few times, and those of longer ones have up to four heads.
     let splits_of_16k_tokens = |seqs| {
         let calls = [[16, 1], [32, 1], [64, 1], [16, 4], [32, 4]];
         calls.map(|heads| splits_of(heads, [seqs, 16384 / seqs], 0, LARGE))
     };
-    assert_eq!(splits_of_16k_tokens(4), [8, 4, 8, 2, 1]);
-    assert_eq!(splits_of_16k_tokens(16), [4, 4, 8, 1, 1]);
+    assert_eq!(splits_of_16k_tokens(4), [8, 8, 16, 2, 2]);
+    assert_eq!(splits_of_16k_tokens(16), [4, 4, 4, 1, 1]);
+    // Heads of 768 columns and more are split for long sequences, others only if they have few tiles.
+    for (heads, batch, expected) in [
+        ([28, 4], [1, 5000], 4),
+        ([28, 4], [4, 4096], 2),
+        ([64, 8], [1, 9430], 2),
+        ([64, 8], [4, 2048], 1),
+        ([48, 8], [2, 6100], 2),
+        ([128, 8], [1, 9430], 4),
+        ([32, 8], [1, 1700], 2),
+        ([32, 8], [1, 9430], 1),
+    ] {
+        assert_eq!(splits_of(heads, batch, 0, LARGE), expected, "{heads:?} heads, {batch:?} tokens, causal");
+    }
+    // Without a mask they are split if this fills the last wave of tiles, unless the sequences are short.
+    for (heads, batch, expected) in [
+        ([28, 4], [1, 5000], 4),
+        ([28, 4], [1, 12000], 1),
+        ([64, 8], [1, 9430], 2),
+        ([64, 8], [1, 12000], 1),
+        ([128, 8], [16, 1000], 1),
+        ([128, 8], [1, 16000], 4),
+    ] {
+        assert_eq!(splits_of(heads, batch, -1, LARGE), expected, "{heads:?} heads, {batch:?} tokens, full");
+    }
     // 128 tiles of one length fill the 132 SMs, 32 or 150 do not.
     let equal_tiles = [32, 128, 150].map(|tiles| splits_of([16, 1], [1, tiles * KEYS as usize], -1, LARGE));
     assert_eq!(equal_tiles, [8, 1, 8]);
