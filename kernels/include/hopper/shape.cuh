@@ -192,7 +192,7 @@ struct PrefillShape : Config {
                                                 ((kConvertsKv && kHeadDim <= 128) || !kTransformsLogits<Config>) &&
                                                 !kHasOutputStaging && kClusterSize == 1 && kColumnWarpgroups == 1;
   static_assert(!kStagesOutputInValues || Config::kWarpgroups == Config::kStages);
-  /// Tiles of one atom column have the same block for both, and tiny tiles and clusters are for contiguous keys alone.
+  /// Tiles of one atom column have the same block for both. Tiny tiles and clusters do not take clipped pages.
   static constexpr bool kTakesClippedPages = kStorage == Storage::contiguous && kQueryAtomColumns > 1 &&
                                              Config::kCtasPerSm == 1 && kClusterSize == 1 && !kConvertsKv;
   /// Pages that TMA boxes cannot describe are loaded row by row (cp_async_load.cuh).

@@ -72,6 +72,35 @@ const LONG_ON_AVERAGE: i64 = 256;
 /// (H200).
 const FEW_KEYS: i64 = 1024;
 
+/// Strategy: tiny tiles of prefill for short sequences over few keys in pages, where decode takes longer: with more tiles than SMs, unless
+/// single warps take tiles of few rows, and at head dimensions for which decode has no kernel that divides keys between CTAs of a cluster.
+pub(super) fn launches_over_few_keys<'c>(call: &Call<'c>) -> Result<Option<Launches<'c>>> {
+    /// Packed rows per sequence that are too many for tiles of single warps.
+    const MANY_ROWS: i64 = 12;
+    /// The head dimensions of decode's own kernels.
+    const DECODE_DIMS: [u32; 2] = [64, 128];
+    /// Tiles and keys of other head dimensions.
+    const SEVERAL_TILES: i64 = 17;
+    const HALF_FEW_KEYS: i64 = FEW_KEYS / 2;
+    let problem = call.problem;
+    let is_paged = matches!(problem.keys.storage, KeyStorage::Paged(_));
+    // Decode stores new tokens in the same launch.
+    if !is_paged || call.new_tokens.is_some() || !decode::are_short(call) {
+        return Ok(None);
+    }
+    let prefill = HopperPrefill::of(problem, &call.device);
+    let Some(prefill) = prefill.filter(|prefill| prefill.tile.is_tiny() && prefill.takes_all(call)) else {
+        return Ok(None);
+    };
+    let (tiles, sms) = (call.seqs().saturating_mul(problem.num_kv_heads as i64), i64::from(call.device.sms));
+    let takes = if DECODE_DIMS.contains(&prefill.tile.dim) {
+        tiles > sms && (tiles <= 2 * sms || call.packed_rows() >= MANY_ROWS)
+    } else {
+        tiles > sms || tiles >= SEVERAL_TILES && longest_tile(problem, 1) <= HALF_FEW_KEYS
+    };
+    if takes { prefill.launch_for_all(call).map(Some) } else { Ok(None) }
+}
+
 /// Strategy: one launch of prefill for all sequences of a call, nearly all of which are long.
 pub(super) fn launches_for_all<'c>(call: &Call<'c>) -> Result<Option<Launches<'c>>> {
     let prefill = HopperPrefill::of(call.problem, &call.device);

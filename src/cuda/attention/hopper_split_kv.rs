@@ -226,8 +226,14 @@ pub(super) mod tests {
         let plain = few_queries(8, 3, [32, 8]);
         let KeyStorage::Paged(table) = plain.keys.storage else { unreachable!() };
         let keys = |max_pages| Keys { storage: KeyStorage::Paged(PageTable { max_pages, ..table }), ..plain.keys };
-        let few = Attention { workspace: None, keys: keys(32), ..plain };
-        assert_eq!(first_kernel(&few), "hopper_split_kv_bf16_128_split_kv_paged_none");
+        // With 128 columns they have tiny tiles.
+        let (head_dim, value_dim) = (120, 120);
+        let few = Attention { workspace: None, keys: keys(32), head_dim, value_dim, ..plain };
+        assert_eq!(
+            first_kernel(&Attention { head_dim: 128, value_dim: 128, ..few }),
+            "hopper_prefill_bf16_128_tiny_paged_none"
+        );
+        assert!(first_kernel(&few).starts_with("hopper_split_kv_bf16_128_split_kv_"));
         assert_eq!(grids(&few), [[8, 8, 1]]);
         assert!(!first_kernel(&Attention { keys: keys(64), ..few }).starts_with("hopper_split_kv"));
         let several_tiles = Attention { workspace: None, keys: keys(32), ..few_queries(8, 64, [32, 8]) };

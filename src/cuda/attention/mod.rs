@@ -48,10 +48,11 @@ use tiles::AttentionTile;
 type Strategy = for<'c> fn(&Call<'c>) -> Result<Option<Launches<'c>>>;
 
 /// The strategies, in the order in which they are tried.
-const STRATEGIES: [Strategy; 12] = [
+const STRATEGIES: [Strategy; 13] = [
     bias::launches,                              // a bias of pairs of rows and keys
     row_masks::launches,                         // rows with masks of their own
     portable_split_kv::launches_of_large_groups, // all sequences are short, and have many query heads per KV head
+    hopper::launches_over_few_keys,              // all sequences are short, and have few keys
     cluster_decode::launches,                    // few sequences, all short
     hopper_split_kv::launches_of_wide_heads,     // all sequences are short, and have wide heads
     decode::launches,                            // all sequences are short

@@ -203,7 +203,11 @@ fn batches_of_short_sequences_agree_with_the_reference() {
                 mask: windows[(index + lengths.len()) % 3],
                 ..BatchSpec::default()
             };
-            ReferenceCase::assert_matches_reference(&AttentionCase::flash(&spec.batch(), &MemoryLayout::contiguous()));
+            for page_size in [None, Some([16, 4][index % 2])] {
+                let layout =
+                    page_size.map_or(MemoryLayout::contiguous(), |size| MemoryLayout::paged(KvLayout::Split, size));
+                ReferenceCase::assert_matches_reference(&AttentionCase::flash(&spec.batch(), &layout));
+            }
         }
     }
 }

@@ -113,9 +113,13 @@ fn short_sequences_take_tiny_tiles() {
                 mask: Mask::CAUSAL,
                 ..BatchSpec::default()
             };
-            AttentionCase::flash(&spec.batch(), &MemoryLayout::contiguous())
-                .invocation()
-                .assert_logs(&gpu, &[&format!("hopper_prefill_{name}_{bucket}_contiguous_none with")]);
+            for (storage, layout) in
+                [("contiguous", MemoryLayout::contiguous()), ("paged", MemoryLayout::paged(KvLayout::Split, 16))]
+            {
+                AttentionCase::flash(&spec.batch(), &layout)
+                    .invocation()
+                    .assert_logs(&gpu, &[&format!("hopper_prefill_{name}_{bucket}_{storage}_none with")]);
+            }
         }
     }
 }

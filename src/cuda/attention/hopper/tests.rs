@@ -100,6 +100,66 @@ fn very_short_sequences_take_tiny_tiles() {
 }
 
 #[test]
+fn few_rows_over_few_keys_in_pages_take_tiny_tiles() {
+    let keys_of = |problem: &Attention<'static>, max_pages: usize| {
+        let KeyStorage::Paged(table) = problem.keys.storage else { unreachable!() };
+        Keys { storage: KeyStorage::Paged(PageTable { max_pages, ..table }), ..problem.keys }
+    };
+    let plain = paged(16);
+    // Seven sequences, groups of six heads in packs of two.
+    let with = |head_dim, rows: usize, max_pages| {
+        let problem = of_lengths(&plain, head_dim, rows, 0);
+        Attention { keys: keys_of(&problem, max_pages), ..problem }
+    };
+    let is_tiny = |problem: &Attention| first_kernel(problem).contains("tiny_paged");
+    for head_dim in [64, 96, 128, 192] {
+        // The most rows over up to 256 keys and over up to 1024, at D 192 512.
+        let (most, pages) = (if head_dim == 64 { 128 } else { 112 }, if head_dim == 192 { 32 } else { 64 });
+        for (rows, pages, expected) in [
+            (most, 16, true),
+            (most + 1, 16, false),
+            (32, 17, true),
+            (33, 17, false),
+            (32, pages, true),
+            (32, pages + 1, false),
+        ] {
+            assert_eq!(is_tiny(&with(head_dim, 7 * rows, pages)), expected, "D {head_dim}, {rows} rows, {pages} pages");
+        }
+        assert!(is_tiny(&with(head_dim, 10, 16)) && !is_tiny(&with(head_dim, 9, 16)));
+        // 134 tiles, one query head per KV head, two queries and more per sequence.
+        let many = |rows| Attention { num_q_heads: 2, max_seqs: 67, ..with(head_dim, rows, 64) };
+        assert!(is_tiny(&many(3 * 67)) && !is_tiny(&many(3 * 67 - 1)));
+        let few = with(head_dim, 7 * 32, 16);
+        assert!(!is_tiny(&Attention { batch_invariant: true, ..few }));
+        assert!(!is_tiny(&Attention { head_dim: head_dim - 8, ..few }));
+    }
+}
+
+#[test]
+fn decode_of_more_tiles_than_sms_over_few_keys_takes_tiny_tiles() {
+    let plain = paged(16);
+    let KeyStorage::Paged(table) = plain.keys.storage else { unreachable!() };
+    let sms = device(true).sms as usize;
+    // One query per sequence, two KV heads.
+    let with = |head_dim, group: usize, seqs, max_pages| {
+        let problem = of_lengths(&plain, head_dim, seqs, 0);
+        let keys = Keys { storage: KeyStorage::Paged(PageTable { max_pages, ..table }), ..problem.keys };
+        Attention { num_q_heads: 2 * group, max_seqs: seqs, keys, ..problem }
+    };
+    let is_tiny = |problem: &Attention| first_kernel(problem).contains("tiny_paged");
+    for head_dim in [64, 128] {
+        let [few, many, more] = [sms / 2, sms, sms + 1];
+        assert!(!is_tiny(&with(head_dim, 8, few, 64)) && is_tiny(&with(head_dim, 8, many, 64)));
+        assert!(!is_tiny(&with(head_dim, 8, more, 64)) && is_tiny(&with(head_dim, 12, more, 64)));
+        assert!(!is_tiny(&with(head_dim, 8, many, 65)) && !is_tiny(&with(head_dim, 4, many, 64)));
+    }
+    for head_dim in [96, 192] {
+        assert!(is_tiny(&with(head_dim, 8, 9, 32)) && !is_tiny(&with(head_dim, 8, 8, 32)));
+        assert!(!is_tiny(&with(head_dim, 8, 9, 33)) && is_tiny(&with(head_dim, 8, sms, 33)));
+    }
+}
+
+#[test]
 fn f32_takes_its_kernel_in_every_layout_up_to_128_columns() {
     let of_f32 = |plain: Attention<'static>, head_dim: usize| {
         let rows = Tensor::dense(DType::F32, null_mut(), &[1000, 12, 128]);

@@ -1,7 +1,9 @@
 //! The tile shapes of Hopper's prefill kernels, and which calls they fit.
 
 use super::super::loaded_bias::loaded_bias;
+use super::super::split::longest_tile;
 use super::super::tiles::transforms_logits;
+use super::FEW_KEYS;
 use crate::cuda::tiles::HopperPrefillTile;
 use crate::problem::attention::{Attention, KeyStorage};
 use crate::tensor::DType;
@@ -136,9 +138,7 @@ impl HopperPrefillTile {
     }
 
     /// Whether the tile is for a call that packs `pack_gqa` query heads. Tiles for short sequences have fewer rows, so they
-    /// compute fewer masked scores at the diagonal and waste fewer rows. Tiny tiles and those of fp8 are for packed keys, no more
-    /// than twice as many as query rows. Their blocks have other numbers of keys, so the lengths of other sequences change a
-    /// result's bits.
+    /// compute fewer masked scores at the diagonal and waste fewer rows.
     pub(super) fn takes_lengths(&self, problem: &Attention, pack_gqa: i64) -> bool {
         if self.is_general() {
             return true;
@@ -146,16 +146,54 @@ impl HopperPrefillTile {
         if self.is_for_clusters() {
             return self.takes_clusters(problem, pack_gqa);
         }
-        let has_few_keys =
-            matches!(problem.keys.storage, KeyStorage::Contiguous { total } if total <= 2 * problem.num_rows);
-        if self.has_other_blocks() && (!has_few_keys || problem.batch_invariant) {
-            return false;
-        }
-        let max_rows = if problem.score.window_right >= 0 { self.max_causal_rows } else { self.max_full_rows };
-        let max_queries = i64::from(max_rows) / pack_gqa;
+        let max_queries = self.max_rows(problem) / pack_gqa;
         // A few sequences that are much longer than the others have most of the work.
         problem.num_rows as i64 <= max_queries * problem.max_seqs as i64
             && problem.queries.longest as i64 <= LONGEST_TO_MEAN * max_queries
+    }
+
+    /// The most packed rows that sequences have on average in the calls that a tile for short sequences takes; 0 if it takes none with the
+    /// call's keys. Tiny tiles and those of fp8 are for packed keys, no more than twice as many as query rows, and tiny ones for pages. Their
+    /// blocks have other numbers of keys, so the lengths of other sequences change a result's bits.
+    fn max_rows(&self, problem: &Attention) -> i64 {
+        let is_causal = problem.score.window_right >= 0;
+        let max_rows = i64::from(if is_causal { self.max_causal_rows } else { self.max_full_rows });
+        if !self.has_other_blocks() {
+            return max_rows;
+        }
+        if problem.batch_invariant {
+            return 0;
+        }
+        match problem.keys.storage {
+            KeyStorage::Contiguous { total } if total <= 2 * problem.num_rows => max_rows,
+            KeyStorage::Contiguous { .. } => 0,
+            KeyStorage::Paged(_) => self.max_rows_over_pages(problem).min(max_rows),
+        }
+    }
+
+    /// The same over pages. Where there are few rows, rows of a general tile without queries cost more than tiles of half as many keys, and
+    /// decode and a second launch more than both (docs/dev/lab_notebook.md).
+    fn max_rows_over_pages(&self, problem: &Attention) -> i64 {
+        /// Packed rows per sequence from which on tiny tiles are no slower than decode.
+        const LEAST_ROWS: usize = 8;
+        /// The same with more tiles than this, if sequences have several queries.
+        const LEAST_ROWS_OF_MANY: usize = 3;
+        const FEW_TILES: usize = 132;
+        let (rows, seqs) = (problem.num_rows, problem.max_seqs);
+        let packed = rows.saturating_mul(problem.num_q_heads / problem.num_kv_heads);
+        let has_many_tiles = seqs.saturating_mul(problem.num_kv_heads) > FEW_TILES;
+        let least_rows = if has_many_tiles && rows / 2 >= seqs { LEAST_ROWS_OF_MANY } else { LEAST_ROWS };
+        let has_few_rows = packed < seqs.saturating_mul(least_rows);
+        // The tile of 192 columns has blocks of 32 keys.
+        let most_keys = if self.dim <= 128 || has_many_tiles { FEW_KEYS } else { FEW_KEYS / 2 };
+        // Boxes of tiny tiles have all atom columns.
+        let has_dims = [self.dim, self.value_dim].map(|dim| dim as usize) == [problem.head_dim, problem.value_dim];
+        match longest_tile(problem, 1) {
+            _ if !self.is_tiny() || has_few_rows || !has_dims => 0,
+            ..=256 => 256,
+            keys if keys <= most_keys => self.rows(),
+            _ => 0,
+        }
     }
 
     /// The least of the tiles that take a call is the best: tiny ones, then the smallest bucket, then those that are not general,
