@@ -135,18 +135,23 @@ __device__ __forceinline__ void locate_tile(const HopperBackwardParams& params, 
       Shape::kAccumulatesDq && tile_index < __ldg(&params.plan->num_wave_tiles) && (tile_index & kWaveTiles) != 0;
   const SequencePlan& sequence =
       params.sequences_by_tile[find_sequence<ByTile>(params.sequences_by_tile, forward.max_seqs, tile_index)];
-  to.first_query = sequence.first_query;
-  to.num_queries = sequence.num_queries;
-  to.first_key = sequence.first_key;
-  to.num_keys = sequence.num_keys;
-  to.shift = sequence.shift;
-  to.first_row_tile = sequence.first_row_tile;
-  to.first_query_block = sequence.first_query_block;
-  to.sequence = sequence.sequence;
+  const auto store_sequence = [&] {
+    to.first_query = sequence.first_query;
+    to.num_queries = sequence.num_queries;
+    to.first_key = sequence.first_key;
+    to.num_keys = sequence.num_keys;
+    to.shift = sequence.shift;
+    to.first_row_tile = sequence.first_row_tile;
+    to.first_query_block = sequence.first_query_block;
+    to.sequence = sequence.sequence;
+  };
+  // One of the two orders takes fewer registers: the kernels past 128 columns would spill with the other one.
+  if constexpr (Shape::kAccumulatesDq) store_sequence();
   if constexpr (Shape::kHasBias) to.hidden_keys = params.sequence_starts[sequence.sequence].hidden_keys;
   if constexpr (Shape::kHasKeyRanges) to.key_block_index = first_key_block<Shape>(sequence);
-  const int32_t num_heads = forward.num_kv_heads, group_heads = heads_per_head_group<Shape>(forward, to.num_queries);
-  const int32_t key_blocks = ceil_div(to.num_keys, Shape::kKeys), first_tile = sequence.first_tile;
+  const int32_t num_heads = forward.num_kv_heads,
+                group_heads = heads_per_head_group<Shape>(forward, sequence.num_queries);
+  const int32_t key_blocks = ceil_div(sequence.num_keys, Shape::kKeys), first_tile = sequence.first_tile;
   const int32_t in_sequence = tile_index - first_tile;
   // The last heads of the last sequence form a head group with at least a tile for most SMs. If every other head group
   // goes from the last key block and the call would have one head group, this is half of its heads.
@@ -179,6 +184,7 @@ __device__ __forceinline__ void locate_tile(const HopperBackwardParams& params, 
   }
   to.key_block = key_block;
   to.keys_descend = keys_descend;
+  if constexpr (!Shape::kAccumulatesDq) store_sequence();
   // Where no CTA adds to dQ, a tile's query blocks need not be those of other tiles: they begin at the first query that
   // attends to the tile's keys, and the tile takes that query for the sequence's first one.
   if (!Shape::kAccumulatesDq && forward.window_right >= 0) {

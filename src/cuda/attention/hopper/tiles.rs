@@ -172,12 +172,13 @@ impl HopperPrefillTile {
     }
 
     /// The same over pages. Where there are few rows, rows of a general tile without queries cost more than tiles of half as many keys, and
-    /// decode and a second launch more than both (docs/dev/lab_notebook.md).
+    /// decode and a second launch more than both (`docs/dev/lab_notebook.md`).
     fn max_rows_over_pages(&self, problem: &Attention) -> i64 {
         /// Packed rows per sequence from which on tiny tiles are no slower than decode.
         const LEAST_ROWS: usize = 8;
         /// The same with more tiles than this, if sequences have several queries.
         const LEAST_ROWS_OF_MANY: usize = 3;
+        /// SMs of an H100 or H200.
         const FEW_TILES: usize = 132;
         let (rows, seqs) = (problem.num_rows, problem.max_seqs);
         let packed = rows.saturating_mul(problem.num_q_heads / problem.num_kv_heads);
