@@ -1,4 +1,4 @@
-//! Which calls Hopper's prefill takes, in which tiles and boxes.
+//! Which calls Hopper's prefill takes, in which tiles.
 
 use super::super::LaunchPlan;
 use super::super::tests::{device, named_on, problem};
@@ -25,7 +25,7 @@ pub(in crate::cuda::attention) fn paged(page_size: usize) -> Attention<'static> 
     Attention { k: view, v: view, keys: Keys { storage: KeyStorage::Paged(table), ..plain.keys }, ..plain }
 }
 
-fn first_kernel(problem: &Attention) -> &'static str {
+pub(super) fn first_kernel(problem: &Attention) -> &'static str {
     named_on(problem, &device(true))[0].0
 }
 
@@ -378,7 +378,7 @@ fn unsupported_calls_take_the_portable_kernel() {
 }
 
 /// The problem with these head dimensions; rows stay where they are.
-fn of_dims(plain: &Attention<'static>, head_dim: usize, value_dim: usize) -> Attention<'static> {
+pub(super) fn of_dims(plain: &Attention<'static>, head_dim: usize, value_dim: usize) -> Attention<'static> {
     let [q, out] = [head_dim, value_dim].map(|dim| {
         let dims: &[i64] = Box::leak(Box::new([1000, 12, dim as i64]));
         Tensor::dense(DType::BF16, null_mut(), dims)
@@ -419,44 +419,6 @@ fn every_head_dimension_takes_the_smallest_tile() {
         (8, 512, "512"),
     ] {
         assert_eq!(tile(head_dim, value_dim), expected, "D {head_dim}, Dv {value_dim}");
-    }
-}
-
-#[test]
-fn narrow_heads_are_boxes_of_one_atom_column() {
-    for (head_dim, value_dim, page_size, keys) in
-        [(40, 64, 16, 16), (40, 64, 128, 128), (80, 80, 128, 16), (72, 96, 16, 16), (128, 120, 64, 64)]
-    {
-        let problem = of_dims(&paged(page_size), head_dim, value_dim);
-        let prefill = HopperPrefill::of(&problem, &device(true)).expect("the kernel takes it");
-        assert!(prefill.loads_kv_by_tma(&problem) && prefill.clips_columns(&problem));
-        assert_eq!(prefill.keys_per_box(&problem), keys, "D {head_dim}, pages of {page_size}");
-        // Several atom columns of pages are in the blocks of contiguous keys.
-        let storage = if head_dim == 40 { "_paged_" } else { "_contiguous_" };
-        assert!(first_kernel(&problem).contains(storage));
-        let atom_row = prefill.tile.kv_atom_row();
-        let lens = |axes: &[Axis]| axes.iter().map(|axis| (axis.len, axis.box_len)).collect::<Vec<_>>();
-        let [columns, tokens, heads, ..] = prefill.key_axes(&problem, &problem.v, value_dim, keys);
-        assert_eq!(lens(&[columns, tokens, heads]), [(value_dim as i64, atom_row), (8, 8), (2, 1)]);
-        assert_eq!(heads.stride, 256);
-        let [columns, heads, packs, _, atom_columns] = prefill.query_axes(&problem);
-        assert_eq!(lens(&[columns, heads, packs, atom_columns]), [(head_dim as i64, atom_row), (6, 6), (2, 1), (1, 1)]);
-    }
-    // Heads need not be at multiples of an atom row.
-    let mut odd_heads = of_dims(&paged(16), 80, 80);
-    odd_heads.k.head_stride = 136;
-    let prefill = HopperPrefill::of(&odd_heads, &device(true)).expect("the kernel takes it");
-    assert!(prefill.loads_kv_by_tma(&odd_heads));
-}
-
-#[test]
-fn a_row_of_256_columns_leaves_as_a_box_for_each_atom_column_in_fp8() {
-    for (dim, atom_columns) in [(64, 1), (128, 2), (256, 1)] {
-        let plain = of_dims(&ragged(), dim, dim);
-        let q = Tensor { dtype: DType::F8E4M3FN, ..plain.q };
-        let problem = Attention { q, kv_dtype: DType::F8E4M3FN, ..plain };
-        let prefill = HopperPrefill::of(&problem, &device(true)).expect("the kernel takes it");
-        assert_eq!(prefill.out_axes(&problem)[4].box_len, atom_columns, "D {dim}");
     }
 }
 
@@ -506,48 +468,6 @@ fn packs_of_all_heads_save_tiles_of_few_queries() {
         capped.score.softcap = 30.0;
         assert!([exact, group].contains(&packs(&capped).0), "{queries} queries, {heads} heads");
     }
-}
-
-#[test]
-fn boxes_are_within_one_page_and_one_block() {
-    for (page_size, keys) in [(8, 8), (16, 16), (24, 8), (48, 16), (128, 128), (1024, 128)] {
-        let problem = paged(page_size);
-        let prefill = HopperPrefill::of(&problem, &device(true)).expect("the kernel takes it");
-        assert_eq!(prefill.keys_per_box(&problem), keys, "pages of {page_size}");
-    }
-}
-
-#[test]
-fn pages_that_tma_cannot_load_take_cp_async() {
-    let mut odd_heads = paged(16);
-    odd_heads.k.head_stride = 136;
-    let broadcast = Attention { v: KvView { token_stride: 0, ..odd_heads.v }, ..paged(16) };
-    for problem in [paged(1), paged(4), paged(12), paged(100), odd_heads, broadcast] {
-        let prefill = HopperPrefill::of(&problem, &device(true)).expect("the kernel takes it");
-        assert!(!prefill.loads_kv_by_tma(&problem));
-    }
-    for problem in [paged(8), paged(16), ragged()] {
-        let prefill = HopperPrefill::of(&problem, &device(true)).expect("the kernel takes it");
-        assert!(prefill.loads_kv_by_tma(&problem));
-    }
-}
-
-#[test]
-fn chunk_indices_past_32_bits_take_the_portable_kernel() {
-    let far = |page_stride, num_pages| {
-        let KeyStorage::Paged(table) = paged(4).keys.storage else { unreachable!() };
-        let storage = KeyStorage::Paged(PageTable { num_pages, ..table });
-        let k = KvView { page_stride, ..paged(4).k };
-        Attention { k, keys: Keys { storage, ..paged(4).keys }, ..paged(4) }
-    };
-    let is_taken = |problem| HopperPrefill::of(&problem, &device(true)).is_some();
-    // The last row of a head begins 3 tokens after its last page.
-    assert!(is_taken(far((8 << 32) - 8 - 3 * 512, 2)));
-    assert!(!is_taken(far((8 << 32) - 3 * 512, 2)));
-    assert!(!is_taken(far(i64::MAX - 7, 2)));
-    assert!(is_taken(far(i64::MAX, 1)));
-    assert!(!is_taken(far(2052, 50)));
-    assert!(!is_taken(far(2048, 0)));
 }
 
 #[test]
