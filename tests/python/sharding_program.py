@@ -17,7 +17,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding
 
-from sharding_cases import AUTOMATIC_AXES_ONLY, CASES, numbers
+from sharded_calls import numbers
+from sharding_cases import AUTOMATIC_AXES_ONLY, CASES
 from xla_attention.jax import GatherWarning
 
 COLLECTIVES = ("all-gather", "all-reduce", "all-to-all", "collective-permute", "reduce-scatter")
