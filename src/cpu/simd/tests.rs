@@ -252,7 +252,7 @@ fn the_environment_variable_limits_the_instruction_set() {
     let has = Isa::available();
     assert_eq!(Isa::up_to(None), has[0]);
     assert_eq!(Isa::up_to(Some("unknown")), has[0]);
-    assert_eq!(Isa::up_to(Some("portable")), Isa(Kind::Portable));
+    assert_eq!(Some(&Isa::up_to(Some("portable"))), has.last());
     for (rank, name) in Isa::NAMES.iter().enumerate() {
         let widest = has.iter().find(|isa| isa.rank() <= rank);
         assert_eq!(Some(&Isa::up_to(Some(name))), widest, "{name}");
