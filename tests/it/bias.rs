@@ -4,7 +4,7 @@
 use crate::support::{
     ALIBI, Alibi, Array, AttentionCase, BF16, BatchBias, BatchSpec, BiasForm, Dtypes, F16, F32, GradientCase,
     GradientOptions, Invocation, KeyBounds, Mask, MemoryLayout, Numbers, Random, ReferenceCase, Side,
-    assert_named_matches_reference, calls_for_tiles, for_both_sides, has_gradients,
+    assert_named_matches_reference, calls_for_tiles, for_each_side, has_gradients,
 };
 
 /// Several tiles and blocks, one query over many keys, and more queries than keys.
@@ -135,7 +135,7 @@ fn the_lowest_biases_hide_keys_as_minus_infinity_does() {
                 lowest.operands.iter_mut().find(|(name, _)| *name == "bias").unwrap().1 = bias.clone();
                 [lowest, infinite]
             });
-            for_both_sides(|side| {
+            for_each_side(|side| {
                 for [lowest, infinite] in &calls {
                     let what = format!("{dtype:?} {bias_dtype:?} {head_dim} {rows} over {keys}");
                     for (at, (one, other)) in results(lowest, side).iter().zip(results(infinite, side)).enumerate() {
@@ -178,7 +178,7 @@ fn bias_of(spec: &BatchSpec, of: impl Fn(usize, usize, usize, usize) -> f64) -> 
 
 /// Asserts that two calls give nearly the same numbers.
 fn assert_similar(a: &Invocation, b: &Invocation, what: &str) {
-    for_both_sides(|side| {
+    for_each_side(|side| {
         for (index, (a, b)) in results(a, side).iter().zip(results(b, side)).enumerate() {
             for (x, y) in a.values().into_iter().zip(b.values()) {
                 let same = x.to_bits() == y.to_bits() || (x - y).abs() <= 2e-5 * x.abs().max(1.0);
@@ -272,7 +272,7 @@ fn a_shared_bias_equals_its_copies() {
         let calls = [&batch, &copied].map(|batch| AttentionCase::flash(batch, &layout).invocation());
         let gradients =
             [&batch, &copied].map(|batch| GradientCase::store(batch, &layout, GradientOptions::ALL).invocation());
-        for_both_sides(|side| {
+        for_each_side(|side| {
             assert!(results(&calls[0], side) == results(&calls[1], side), "{form:?}");
             assert!(results(&gradients[0], side) == results(&gradients[1], side), "{form:?}");
             let [shared, copies] = [0, 1].map(|call| gradients[call].results(side).pop().unwrap());
@@ -297,7 +297,7 @@ fn dbias_changes_no_other_gradient_of_f32() {
         let call = GradientCase::store(&spec.batch(), &layout(seed), GradientOptions::ALL).invocation();
         let mut without = call.clone();
         without.results.retain(|result| result.name != "dbias");
-        for_both_sides(|side| assert!(results(&call, side) == results(&without, side), "{}", call.description));
+        for_each_side(|side| assert!(results(&call, side) == results(&without, side), "{}", call.description));
     }
 }
 

@@ -3,7 +3,7 @@
 
 use crate::support::cost::{CostSizes, hostile_slots_cost_no_more};
 use crate::support::{
-    ATTENTION_DTYPES, Array, BF16, CacheUpdateCase, FP8_DTYPES, KvLayout, Random, Side, for_both_sides, for_each_pool,
+    ATTENTION_DTYPES, Array, BF16, CacheUpdateCase, FP8_DTYPES, KvLayout, Random, Side, for_each_pool, for_each_side,
 };
 
 #[test]
@@ -89,7 +89,7 @@ fn each_cache_of_a_split_pair_may_be_updated_in_place_on_its_own() {
     for in_place in [0, 1] {
         let mut call = update.invocation(false);
         call.results[in_place].alias = Some(in_place);
-        for_both_sides(|side| assert!(call.results(side) == update.expected()));
+        for_each_side(|side| assert!(call.results(side) == update.expected()));
     }
 }
 

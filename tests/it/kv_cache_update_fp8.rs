@@ -2,7 +2,7 @@
 
 use crate::support::{
     Array, BF16, CacheUpdateCase, Dtype, F8E4M3FN, F8E5M2, F16, F32, FP8_DTYPES, KvLayout, Numbers, Random,
-    for_both_sides,
+    for_each_side,
 };
 
 /// The codes that an update stores for the keys `[T, Hkv, D]`, with guard pages on either side.
@@ -23,7 +23,7 @@ fn stored(keys: &Array, fp8: Dtype, scale: Option<f32>) -> Vec<Vec<u8>> {
     let call = update.invocation(true).with_operand("key", keys.clone());
     let mut caches = vec![];
     // kv_cache is [2, 1, rows, heads, d], and its first half holds the keys.
-    for_both_sides(|side| caches.push(call.results(side)[0].bytes[..rows * heads * d].to_vec()));
+    for_each_side(|side| caches.push(call.results(side)[0].bytes[..rows * heads * d].to_vec()));
     caches
 }
 

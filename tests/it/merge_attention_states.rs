@@ -1,10 +1,10 @@
 //! `xla_gpu_merge_attention_states` through its XLA FFI handlers.
 
-use crate::support::{ANY_LSE, ATTENTION_DTYPES, BF16, F16, Random, Side, State, for_both_sides, for_each_pool};
+use crate::support::{ANY_LSE, ATTENTION_DTYPES, BF16, F16, Random, Side, State, for_each_pool, for_each_side};
 
 /// Asserts that `a` and `b` merge to the expected state.
 fn check(a: &State, b: &State) {
-    for_both_sides(|side| State::of(&a.merge(b).results(side)).assert_merged_from(a, b));
+    for_each_side(|side| State::of(&a.merge(b).results(side)).assert_merged_from(a, b));
 }
 
 #[test]

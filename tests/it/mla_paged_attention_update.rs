@@ -2,7 +2,7 @@
 
 use crate::support::{
     ATTENTION_DTYPES, Array, BF16, BatchSpec, Dtypes, F8E4M3FN, F16, F32, FP8_DTYPES, MemoryLayout, MlaUpdateCase,
-    ReferenceCase, ScaleKind, Side, for_all, for_both_sides, latent_call, latent_workspace,
+    ReferenceCase, ScaleKind, Side, for_all, for_each_side, latent_call, latent_workspace,
 };
 
 const SCALED: [ScaleKind; 3] = [ScaleKind::None, ScaleKind::PerTensor, ScaleKind::None];
@@ -70,7 +70,7 @@ fn a_row_without_a_slot_affects_only_its_own_sequence() {
             // The low half of 2^32 + slot is a valid slot.
             update.slots[last] = if nowhere == 1 << 32 { update.slots[last] | nowhere } else { nowhere };
             update.recompute_cache();
-            for_both_sides(|side| {
+            for_each_side(|side| {
                 for in_place in [true, false] {
                     let results = update.invocation(in_place).results(side);
                     assert!(results[1] == *update.cache(), "{dtypes:?}: the cache differs");

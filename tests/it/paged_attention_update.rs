@@ -3,7 +3,7 @@
 use crate::attention::tests_of;
 use crate::support::{
     ATTENTION_DTYPES, Alibi, Array, BF16, BatchSpec, Dtypes, F8E4M3FN, F16, F32, FP8_DTYPES, Mask, MemoryLayout,
-    PagedUpdateCase, ReferenceCase, ScaleKind, Side, for_both_sides, put,
+    PagedUpdateCase, ReferenceCase, ScaleKind, Side, for_each_side, put,
 };
 
 // Each comparison with the reference also compares, bit by bit, with the update followed by attention.
@@ -97,7 +97,7 @@ fn a_nan_in_a_new_token_has_the_effect_that_it_has_in_two_calls() {
             put(&mut update.value, row * width, &vec![f64::NAN; width]);
             update.recompute_cache();
             let [_, attention] = update.in_two_calls();
-            for_both_sides(|side| {
+            for_each_side(|side| {
                 let (actual, expected) = (update.invocation(true).results(side), attention.results(side));
                 assert!(actual[0] == expected[0], "row {row}: out is not that of two calls");
             });
@@ -145,7 +145,7 @@ fn rows_of(update: &PagedUpdateCase, out: &Array, index: usize) -> Vec<u8> {
 /// `reference`.
 fn assert_only_affects(update: &PagedUpdateCase, reference: &PagedUpdateCase, affected: &[usize]) {
     let expected = reference.invocation(true).results(Side::EndsAtGuard);
-    for_both_sides(|side| {
+    for_each_side(|side| {
         for in_place in [true, false] {
             let results = update.invocation(in_place).results(side);
             assert!(results[1] == *update.cache(), "{}: the cache differs", update.attention.name);

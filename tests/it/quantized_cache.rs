@@ -8,7 +8,7 @@ use crate::support::{
     ALIBI, ATTENTION_DTYPES, Array, AttentionCase, BF16, BatchSpec, CacheUpdateCase, Dtype, Dtypes, F8E4M3FN, F8E5M2,
     F16, F32, GatherCase, I8, InlinePool, InvalidMetadata, KeyBounds, KvLayout, Mask, MemoryLayout, Numbers,
     PagedUpdateCase, Random, ReferenceCase, SCALED_DTYPES, SMALLEST_ROW, ScaleKind, Side,
-    assert_named_matches_reference, dims_of, for_both_sides, paged_call, put_scale, quantize_row, runs_on_cpu,
+    assert_named_matches_reference, dims_of, for_each_side, paged_call, put_scale, quantize_row, runs_on_cpu,
     skips_slow_test,
 };
 
@@ -230,7 +230,7 @@ fn rows_of_every_kind_are_quantized_as_the_reference_does_it() {
             };
             let expected = case.expected_of(&[array.clone(), array.clone()]);
             let call = case.invocation(true).with_operand("key", array.clone()).with_operand("value", array);
-            for_both_sides(|side| {
+            for_each_side(|side| {
                 let found = call.results(side);
                 for row in 0..2 * rows {
                     let [code, scale] = [d, F32.size()].map(|size| row * size..(row + 1) * size);

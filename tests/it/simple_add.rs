@@ -4,7 +4,7 @@
 
 use crate::support::{
     Array, BF16, CPU, DeferredPool, Dtype, F16, F32, F64, Frame, GuardedBuffer, HostPool, I8, I32, I64, InlinePool,
-    Invocation, Side, U8, addition, any_bits, assert_same, for_both_sides, for_each_pool, runs_on_cpu, sum,
+    Invocation, Side, U8, addition, any_bits, assert_same, for_each_pool, for_each_side, runs_on_cpu, sum,
 };
 
 const FLOATS: [Dtype; 4] = [F16, BF16, F32, F64];
@@ -15,7 +15,7 @@ fn call(a: &Array, b: &Array) -> Invocation {
 }
 
 fn adds(a: &Array, b: &Array, pool: &dyn HostPool) {
-    for_both_sides(|side| assert_same("out", &call(a, b).run(side, pool).unwrap()[0], &sum(a, b)));
+    for_each_side(|side| assert_same("out", &call(a, b).run(side, pool).unwrap()[0], &sum(a, b)));
 }
 
 #[test]
@@ -59,7 +59,7 @@ fn the_result_may_be_the_memory_of_an_operand() {
         for operand in [0, 1] {
             let mut in_place = call(&a, &b);
             in_place.results[0].alias = Some(operand);
-            for_both_sides(|side| assert_same("out", &in_place.results(side)[0], &sum(&a, &b)));
+            for_each_side(|side| assert_same("out", &in_place.results(side)[0], &sum(&a, &b)));
         }
     }
 }

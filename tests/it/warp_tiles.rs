@@ -4,8 +4,7 @@
 use crate::attention::metadata::corrupt;
 use crate::support::{
     AttentionCase, BF16, BatchSpec, Dtypes, F8E4M3FN, F8E5M2, F16, InvalidMetadata, KvLayout, Mask, MaxSeqlenHints,
-    MemoryLayout, PagedUpdateCase, ReferenceCase, ScaleKind, assert_named_matches_reference, cost::on_emulator,
-    runs_on_cpu,
+    MemoryLayout, PagedUpdateCase, ReferenceCase, ScaleKind, assert_named_matches_reference, on_emulator, runs_on_cpu,
 };
 use crate::tuned_split_kv;
 

@@ -2,7 +2,7 @@
 
 use super::{
     ATTENTION_DTYPES, Array, Attr, Dtype, F8E4M3FN, F8E5M2, F32, Invocation, KvGeometry, KvLayout, Random, count, f32s,
-    for_both_sides, kv_cache_update, quantized_cache_update, slot_mapping,
+    for_each_side, kv_cache_update, quantized_cache_update, slot_mapping,
 };
 use xla_attention::Op;
 
@@ -143,7 +143,7 @@ impl CacheUpdateCase {
     /// Asserts that the update leaves the expected caches, in place and into separate results.
     pub fn assert_matches_reference(&self) {
         for in_place in [true, false] {
-            for_both_sides(|side| {
+            for_each_side(|side| {
                 let actual = self.invocation(in_place).results(side);
                 assert!(actual == self.expected(), "{self:?}, in place: {in_place}: the cache differs");
             });

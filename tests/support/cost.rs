@@ -6,7 +6,7 @@
 use super::{
     Array, AttentionCase, BF16, BatchSpec, BufferMemory, CacheUpdateCase, CallBuffers, Dtype, Dtypes, F8E4M3FN, F16,
     F32, GatherCase, GradientCase, GradientOptions, Invocation, KvGeometry, KvLayout, Mask, MemoryLayout, Numbers,
-    PagedUpdateCase, Random, Side, count, dims_of, runs_on_cpu,
+    PagedUpdateCase, Random, Side, count, dims_of, on_emulator, runs_on_cpu,
 };
 use std::time::Instant;
 use xla_attention::Op;
@@ -115,11 +115,6 @@ impl CostSizes {
 /// An array of ones.
 fn ones(dtype: Dtype, dims: &[i64]) -> Array {
     Array { dtype, dims: dims.to_vec(), bytes: dtype.encode(1.0).repeat(count(dims)) }
-}
-
-/// Whether the tests run on the emulator (`tests/emulator`).
-pub fn on_emulator() -> bool {
-    !runs_on_cpu() && std::env::var_os("XLA_ATTENTION_EMULATOR").is_some()
 }
 
 const PAGE_SIZE: usize = 16;

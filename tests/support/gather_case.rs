@@ -2,7 +2,7 @@
 
 use super::{
     Array, Attr, Dtype, F32, I32, Invocation, KvGeometry, KvLayout, Numbers, Random, caches, count, dims_of, f32s,
-    for_both_sides, i32s,
+    for_each_side, i32s,
 };
 use xla_attention::Op;
 
@@ -128,7 +128,7 @@ impl GatherCase {
 
     /// Asserts that the call has the expected results.
     pub fn assert_matches_reference(&self) {
-        for_both_sides(|side| self.assert_results(&self.invocation().results(side)));
+        for_each_side(|side| self.assert_results(&self.invocation().results(side)));
     }
 
     /// Asserts that these are the expected results. A computed NaN may be any NaN.

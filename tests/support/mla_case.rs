@@ -3,7 +3,7 @@
 use super::{
     Array, AttentionCase, AttentionConfig, Attr, Batch, BatchSpec, Comparison, Dtype, Dtypes, FP8_DTYPES,
     InvalidMetadata, Invocation, KvLayout, Mask, MemoryLayout, Numbers, Random, ReferenceCase, ScaleKind,
-    assert_matches_expected, expected_rows, for_both_sides, kv_cache_update, paged_call, poisoned, put, runs_on_cpu,
+    assert_matches_expected, expected_rows, for_each_side, kv_cache_update, paged_call, poisoned, put, runs_on_cpu,
     slot_mapping, slots_of_rows, with_updated_cache,
 };
 use xla_attention::Op;
@@ -186,7 +186,7 @@ impl ReferenceCase for MlaUpdateCase {
     fn assert_matches_reference(&self) -> Vec<Array> {
         let (comparison, name, mut actual) =
             (self.comparison(InvalidMetadata::Unspecified), &self.attention.name, vec![]);
-        for_both_sides(|side| {
+        for_each_side(|side| {
             let separate = self.attention.invocation().results(side);
             for in_place in [true, false] {
                 let results = self.invocation(in_place).results(side);

@@ -3,7 +3,7 @@
 
 use super::{
     Array, AttentionCase, Attr, BF16, Batch, Comparison, Dtype, F32, InvalidMetadata, Invocation, MemoryLayout, Random,
-    ReferenceCase, U8, assert_matches_expected, dequantized, expected_rows, for_both_sides, kv_cache_update, poisoned,
+    ReferenceCase, U8, assert_matches_expected, dequantized, expected_rows, for_each_side, kv_cache_update, poisoned,
     put, put_scale, quantized_cache_update, slot_mapping,
 };
 use xla_attention::Op;
@@ -179,7 +179,7 @@ impl ReferenceCase for PagedUpdateCase {
     fn assert_matches_reference(&self) -> Vec<Array> {
         let (comparison, name, mut actual) =
             (self.comparison(InvalidMetadata::Unspecified), &self.attention.name, vec![]);
-        for_both_sides(|side| {
+        for_each_side(|side| {
             let [update, attention] = self.in_two_calls();
             let updated = update.results(side);
             assert!(same_numbers(&updated[0], self.cache()), "{name}: the update alone differs");

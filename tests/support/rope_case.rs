@@ -1,7 +1,7 @@
 //! Calls of `rope_kv_cache_update`, and the results that they must have (`docs/semantics.md#rope_kv_cache_update`).
 
 use super::{
-    Array, Attr, CacheUpdateCase, F32, Invocation, Numbers, Random, any_bits, dims_of, for_both_sides, i32s,
+    Array, Attr, CacheUpdateCase, F32, Invocation, Numbers, Random, any_bits, dims_of, for_each_side, i32s,
     kv_cache_update, numbers,
 };
 use xla_attention::Op;
@@ -152,7 +152,7 @@ impl RopeCase {
     pub fn assert_matches_reference(&self) {
         let expected = self.expected();
         for in_place in [true, false] {
-            for_both_sides(|side| {
+            for_each_side(|side| {
                 let actual = self.invocation(in_place).results(side);
                 assert!(actual[0] == expected[0], "{self:?}, in place: {in_place}: the cache differs");
                 assert!(actual[1] == expected[1], "{self:?}, in place: {in_place}: the queries differ");

@@ -8,6 +8,11 @@ pub fn runs_on_cpu() -> bool {
     std::env::var("XLA_ATTENTION_TEST_DEVICE").map_or(true, |device| device == "cpu")
 }
 
+/// Whether the tests run on the emulator (`tests/emulator`).
+pub fn on_emulator() -> bool {
+    !runs_on_cpu() && std::env::var_os("XLA_ATTENTION_EMULATOR").is_some()
+}
+
 /// Bytes of shared memory that a CTA of the GPU may have; no limit on the CPU.
 pub fn shared_memory() -> usize {
     #[cfg(feature = "cuda")]

@@ -11,7 +11,7 @@ mod versions;
 
 use crate::support::conformance::{ConformanceCase, Typed, cases, driver, tables};
 use crate::support::{
-    Array, CPU, Frame, HandlerSet, InlinePool, Refusal, Stage, for_both_sides, handler_sets, runs_on_cpu,
+    Array, CPU, Frame, HandlerSet, InlinePool, Refusal, Stage, for_each_side, handler_sets, runs_on_cpu,
 };
 use std::collections::BTreeSet;
 use xla_attention::Op;
@@ -54,7 +54,7 @@ fn the_cpu_handlers_do_what_the_tables_say() {
             }
             continue;
         }
-        for_both_sides(|side| {
+        for_each_side(|side| {
             let outcome = case.invocation(false).run_in(set.frame(case.target, CPU).pool(&InlinePool(4)), side);
             mismatches.extend(mismatch(set, case, outcome));
         });
@@ -71,7 +71,7 @@ fn working_calls_work_in_place() {
     for case in cases().filter(|c| c.refusal.is_none() && c.memory.is_none() && !c.aliases.is_empty()) {
         ran.insert(case.target);
         for set in handler_sets() {
-            for_both_sides(|side| {
+            for_each_side(|side| {
                 let outcome = case.invocation(true).run_in(set.frame(case.target, CPU).pool(&InlinePool(4)), side);
                 assert_eq!(mismatch(set, case, outcome), None);
             });
@@ -90,7 +90,7 @@ fn the_gpu_does_what_the_tables_say() {
     }
     let oldest = handler_sets()[0];
     for case in cases().filter(|c| c.fits) {
-        for_both_sides(|side| {
+        for_each_side(|side| {
             assert_eq!(mismatch(oldest, case, case.invocation(false).run(side, &InlinePool(4))), None);
         });
     }

@@ -8,7 +8,7 @@ mod on_their_own_gpu;
 use crate::support::{
     ALIBI, AttentionCase, BF16, BatchSpec, Dtypes, F16, F32, InvalidMetadata, KvLayout, Mask, MemoryLayout,
     PairwiseOptions, ReferenceCase, ScaleKind, Side, assert_calls_match_reference, assert_named_matches_reference,
-    calls_for_tiles, for_both_sides, skips_slow_test,
+    calls_for_tiles, for_each_side, skips_slow_test,
 };
 
 const DTYPES: [Dtypes; 5] =
@@ -23,6 +23,12 @@ fn head_dims_between_tiles() -> impl Iterator<Item = (usize, usize)> {
     let unequal = [(8, 256), (256, 8), (64, 128), (96, 64), (72, 104), (136, 128), (192, 40), (80, 192), (200, 64)];
     let wide = [(264, 264), (320, 320), (384, 384), (512, 512), (504, 504), (512, 264), (264, 512), (512, 64)];
     equal.chain(unequal).chain(wide).filter(|dims| !HEAD_DIMS.contains(dims))
+}
+
+/// Whether Hopper's prefill has a tile for a call's dtype and head dimensions. Portable kernels, which have tests of their own, compute f32
+/// past 128 columns.
+fn has_tile(spec: &BatchSpec) -> bool {
+    spec.dtypes.q != F32 || spec.head_dim.max(spec.value_dim.unwrap_or(spec.head_dim)) <= 128
 }
 
 /// A call with these head dimensions, of a mask, a dtype and heads that depend on `index`.
@@ -88,7 +94,8 @@ fn every_pair_agrees_with_the_reference() {
     if skips_slow_test() {
         return;
     }
-    assert_calls_match_reference("long", calls_for_tiles(LONG.calls()), |(_, spec, memory_layout, _)| {
+    let calls = LONG.calls().into_iter().filter(|(_, spec, ..)| has_tile(spec));
+    assert_calls_match_reference("long", calls_for_tiles(calls), |(_, spec, memory_layout, _)| {
         AttentionCase::flash(&spec.batch(), &memory_layout)
     });
 }
@@ -123,7 +130,7 @@ fn calls_without_options_agree_with_the_reference() {
             for page_size in if dtypes.q == dtypes.out { &[1, 8, 12, 128][..] } else { &[8, 128] } {
                 // The memory layout of keys must not change a bit.
                 let pages = AttentionCase::flash(&batch, &paged(*page_size)).invocation();
-                for_both_sides(|side| {
+                for_each_side(|side| {
                     let same = pages.results(side)[..2] == contiguous;
                     assert!(same, "{dtypes:?}, D {head_dim}, Dv {value_dim}, pages of {page_size}");
                 });
@@ -134,8 +141,9 @@ fn calls_without_options_agree_with_the_reference() {
 
 #[test]
 fn head_dimensions_between_tiles_agree_with_the_reference() {
-    for (index, dims) in calls_for_tiles(head_dims_between_tiles().enumerate()) {
-        let batch = between_tiles(index, dims).batch();
+    let specs = head_dims_between_tiles().enumerate().map(|(index, dims)| (index, dims, between_tiles(index, dims)));
+    for (index, dims, spec) in calls_for_tiles(specs.filter(|(.., spec)| has_tile(spec))) {
+        let batch = spec.batch();
         let contiguous =
             ReferenceCase::assert_matches_reference(&AttentionCase::flash(&batch, &MemoryLayout::contiguous()));
         let layout = if dims.0 == dims.1 { KvLayout::Interleaved } else { KvLayout::Split };
