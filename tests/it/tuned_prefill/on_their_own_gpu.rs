@@ -2,10 +2,10 @@
 
 use super::{
     AttentionCase, BF16, BatchSpec, Dtypes, F16, F32, F32_HEAD_DIMS, FP8_HEAD_DIMS, HEAD_DIMS, KvLayout, Mask,
-    MemoryLayout, between_tiles, head_dims_between_tiles,
+    MemoryLayout, between_tiles, has_tile, head_dims_between_tiles,
 };
-use crate::support::Alibi;
 use crate::support::device::{BufferPadding, Gpu};
+use crate::support::{Alibi, on_emulator};
 
 /// Short, with a call of every variant: the slower tools of compute-sanitizer run it (tests/gpu/run.py).
 #[test]
@@ -124,18 +124,20 @@ fn short_sequences_take_tiny_tiles() {
     }
 }
 
-/// Heads are followed by NaN, also within a swizzle atom.
+/// Heads are followed by NaN, also within a swizzle atom. On the emulator each call has one of the layouts.
 #[test]
 fn boxes_end_with_the_columns_of_a_head() {
     let Some(gpu) = Gpu::with_tuned_kernels_or_skip() else { return };
+    let layouts =
+        [MemoryLayout::contiguous(), MemoryLayout::paged(KvLayout::Split, 16), MemoryLayout::paged(KvLayout::Split, 4)];
     for (index, dims) in head_dims_between_tiles().enumerate() {
-        let batch = between_tiles(index, dims).batch();
-        for memory_layout in [
-            MemoryLayout::contiguous(),
-            MemoryLayout::paged(KvLayout::Split, 16),
-            MemoryLayout::paged(KvLayout::Split, 4),
-        ] {
-            let call = AttentionCase::flash(&batch, &memory_layout).invocation();
+        let spec = between_tiles(index, dims);
+        if !has_tile(&spec) {
+            continue;
+        }
+        let batch = spec.batch();
+        for memory_layout in if on_emulator() { &layouts[index % 3..=index % 3] } else { &layouts[..] } {
+            let call = AttentionCase::flash(&batch, memory_layout).invocation();
             let dense = call.run_on_gpu(&gpu, BufferPadding::Redzones, 0).unwrap();
             let gap = |name: &str| if ["q", "k", "v"].contains(&name) { 8 } else { 0 };
             let strided = call.run_strided_on_gpu(&gpu, gap).unwrap();
