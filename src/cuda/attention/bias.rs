@@ -59,7 +59,7 @@ impl AttentionTile {
 pub(super) fn launches<'c>(call: &Call<'c>) -> Result<Option<Launches<'c>>> {
     let problem = call.problem;
     let Some(bias) = &problem.score.bias else { return Ok(None) };
-    let prefill = hopper(problem, &call.device);
+    let prefill = hopper(call);
     if let Some(launches) = few_queries(call, prefill)? {
         return Ok(Some(launches));
     }
@@ -100,12 +100,13 @@ fn few_queries<'c>(call: &Call<'c>, hopper: Option<HopperPrefill>) -> Result<Opt
 }
 
 /// Hopper's kernel for the call. What is chosen depends on the batch, so none with `batch_invariant`.
-fn hopper(problem: &Attention, device: &Device) -> Option<HopperPrefill> {
+fn hopper(call: &Call) -> Option<HopperPrefill> {
+    let problem = call.problem;
     let KeyStorage::Contiguous { total } = problem.keys.storage else { return None };
     let is_long =
         longest_or_mean_queries(problem) >= HOPPER_QUERIES && total >= HOPPER_KEYS.saturating_mul(problem.max_seqs);
     let takes = !problem.batch_invariant && is_long;
-    takes.then(|| HopperPrefill::of(problem, device)).flatten()
+    takes.then(|| call.hopper_prefill()).flatten()
 }
 
 /// The variant of the smallest sufficient head dimension with which the bias fits the device, and its tile.

@@ -63,16 +63,19 @@ impl FusedParameter<'_> {
 /// The tile shapes of prefill and decode, if the kernel takes the call.
 fn tiles(call: &Call) -> Option<(HopperPrefill, &'static AttentionTile)> {
     let Call { problem, device, .. } = call;
-    let tile = AttentionTile::of(problem, "fused").ok()?;
-    let is_built = [problem.head_dim, problem.value_dim] == [tile.head_dim as usize; 2] && !transforms_logits(problem);
     let has_enough_prefill = call.rows() > ROWS_PER_SEQUENCE * call.max_short_queries() * call.seqs();
+    if problem.batch_invariant || call.are_all_long() || !has_enough_prefill {
+        return None;
+    }
+    let tile = AttentionTile::smallest(problem, "fused")?;
+    let is_built = [problem.head_dim, problem.value_dim] == [tile.head_dim as usize; 2] && !transforms_logits(problem);
     let loads_fit = matches!(problem.keys.storage,
         KeyStorage::Paged(table) if table.page_size.is_multiple_of(TOKENS_PER_LOAD as usize));
     let fits = tile.shared_bytes <= device.shared_memory && problem.num_kv_heads <= device.sms as usize;
-    if problem.batch_invariant || call.are_all_long() || !(is_built && has_enough_prefill && loads_fit && fits) {
+    if !(is_built && loads_fit && fits) {
         return None;
     }
-    let prefill = HopperPrefill::of(problem, device).filter(|prefill| prefill.loads_kv_by_tma(problem))?;
+    let prefill = call.hopper_prefill().filter(|prefill| prefill.loads_kv_by_tma(problem))?;
     Some((prefill, tile))
 }
 

@@ -78,10 +78,10 @@ pub(super) fn launches_over_few_keys<'c>(call: &Call<'c>) -> Result<Option<Launc
     let problem = call.problem;
     let is_paged = matches!(problem.keys.storage, KeyStorage::Paged(_));
     // Decode stores new tokens in the same launch.
-    if !is_paged || call.new_tokens.is_some() || !decode::are_short(call) {
+    if !is_paged || call.new_tokens.is_some() || longest_tile(problem, 1) > FEW_KEYS || !decode::are_short(call) {
         return Ok(None);
     }
-    let prefill = HopperPrefill::of(problem, &call.device);
+    let prefill = call.hopper_prefill();
     let Some(prefill) = prefill.filter(|prefill| prefill.tile.is_tiny() && prefill.takes_all(call)) else {
         return Ok(None);
     };
@@ -96,14 +96,13 @@ pub(super) fn launches_over_few_keys<'c>(call: &Call<'c>) -> Result<Option<Launc
 
 /// Strategy: one launch of prefill for all sequences of a call, nearly all of which are long.
 pub(super) fn launches_for_all<'c>(call: &Call<'c>) -> Result<Option<Launches<'c>>> {
-    let prefill = HopperPrefill::of(call.problem, &call.device);
-    let Some(prefill) = prefill.filter(|prefill| prefill.takes_all(call)) else { return Ok(None) };
+    let Some(prefill) = call.hopper_prefill().filter(|prefill| prefill.takes_all(call)) else { return Ok(None) };
     prefill.launch_for_all(call).map(Some)
 }
 
 /// Strategy: prefill for the long sequences, decode for the others if there may be any.
 pub(super) fn launches<'c>(call: &Call<'c>) -> Result<Option<Launches<'c>>> {
-    let Some(prefill) = HopperPrefill::of(call.problem, &call.device) else { return Ok(None) };
+    let Some(prefill) = call.hopper_prefill() else { return Ok(None) };
     if call.are_all_long() && !call.problem.batch_invariant {
         return prefill.launch_for_all(call).map(Some);
     }

@@ -39,8 +39,9 @@ use crate::problem::attention::{Attention, Bias};
 use crate::problem::kv_cache_update::KvCacheUpdate;
 use crate::stream::Stream;
 use fused::FusedParameter;
-use hopper::PrefillParameter;
+use hopper::{HopperPrefill, PrefillParameter};
 use latent::LatentParameter;
+use std::cell::OnceCell;
 use std::ffi::c_void;
 use tiles::AttentionTile;
 
@@ -90,6 +91,8 @@ struct Call<'c> {
     decode: &'static AttentionTile,
     /// The bias of pairs of rows and keys.
     bias: Option<BiasSource>,
+    /// What [`hopper_prefill`](Self::hopper_prefill) returns, once it is known.
+    hopper_prefill: OnceCell<Option<HopperPrefill>>,
 }
 
 impl<'c> Call<'c> {
@@ -97,7 +100,13 @@ impl<'c> Call<'c> {
         let params = AttentionParams::new(problem, &device)?;
         let new_tokens = update.and_then(NewTokens::of);
         let bias = problem.score.bias.map(|bias| BiasSource::new(&bias, problem.q.dtype.size())).transpose()?;
-        Ok(Self { problem, device, params, new_tokens, decode: AttentionTile::decode(problem, &device)?, bias })
+        let decode = AttentionTile::decode(problem, &device)?;
+        Ok(Self { problem, device, params, new_tokens, decode, bias, hopper_prefill: OnceCell::new() })
+    }
+
+    /// Hopper's prefill for the call, which several strategies need; `None` for calls that the portable kernels compute.
+    fn hopper_prefill(&self) -> Option<HopperPrefill> {
+        *self.hopper_prefill.get_or_init(|| HopperPrefill::of(self.problem, &self.device))
     }
 
     fn rows(&self) -> i64 {

@@ -1,7 +1,6 @@
 //! Few queries per sequence over many keys, on every GPU: where prefill would leave most SMs idle, because a tile's keys are one
 //! CTA's, all sequences take a kernel whose keys are divided between CTAs (split-KV).
 
-use super::hopper::HopperPrefill;
 use super::hopper_split_kv::{self, has_many_keys, keys_per_slot};
 use super::split_times::{Times, parts, tiles};
 use super::{Call, Launches, MAX_SHORT_ROWS, decode, row_masks};
@@ -10,11 +9,11 @@ use crate::problem::attention::Attention;
 
 /// Strategy: one launch for all sequences, of any length, of a call that a kernel with split keys computes in less time than prefill.
 pub(super) fn launches<'c>(call: &Call<'c>) -> Result<Option<Launches<'c>>> {
-    let Call { problem, device, .. } = call;
+    let problem = call.problem;
     if problem.batch_invariant || !has_many_keys(problem) {
         return Ok(None);
     }
-    let hopper = HopperPrefill::of(problem, device);
+    let hopper = call.hopper_prefill();
     if hopper.is_some() && hopper_split_kv::is_built_for(problem) {
         return Ok(None);
     }
@@ -63,7 +62,7 @@ pub(super) fn launches_of_large_groups<'c>(call: &Call<'c>) -> Result<Option<Lau
     if !are_many {
         return Ok(None);
     }
-    let times = Times::of(call, HopperPrefill::of(problem, device))?;
+    let times = Times::of(call, call.hopper_prefill())?;
     let has_faster_tiles = times.row_masks.is_some_and(|row_masks| row_masks < times.decode);
     if has_faster_tiles { row_masks::launches_with_split_keys(call) } else { Ok(None) }
 }

@@ -2,7 +2,6 @@
 //! (`tree_mask`). No other kernel knows of them. Without such masks, the kernel that divides keys takes few queries over many keys
 //! (`portable_split_kv`).
 
-use super::hopper::HopperPrefill;
 use super::split::{KvSplit, WorkUnit};
 use super::split_times::divides_row_masks;
 use super::tiles::{AttentionTile, RowMasksTile, converts_fp8};
@@ -106,7 +105,7 @@ fn split_launches<'c>(
 fn unsplit_launch<'c>(call: &Call<'c>, min_queries: i64, sequences: i64) -> Result<Launch<'c>> {
     let Call { problem, device, .. } = call;
     let attention = AttentionParams { clears_padding_rows: 1, ..call.params_for(min_queries, UNLIMITED) };
-    if let Some(prefill) = HopperPrefill::of(problem, device) {
+    if let Some(prefill) = call.hopper_prefill() {
         return prefill.launch(call, prefill.max_tiles(call, sequences), &attention);
     }
     let (kernel, variant, tile) = unsplit_kernel(problem, device)?;

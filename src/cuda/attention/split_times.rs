@@ -84,7 +84,7 @@ pub(super) fn divides_row_masks(call: &Call) -> Result<bool> {
     if !has_many_keys(call.problem) {
         return Ok(false);
     }
-    let times = Times::of(call, HopperPrefill::of(call.problem, &call.device))?;
+    let times = Times::of(call, call.hopper_prefill())?;
     Ok(times.row_masks.is_some_and(|row_masks| row_masks <= times.most))
 }
 

@@ -17,10 +17,15 @@ const WARP_TILE_ROWS: usize = 8;
 impl AttentionTile {
     /// The tile of `shape` with the smallest head dimension that is at least D and Dv.
     pub(super) fn of(problem: &Attention, shape: &str) -> Result<&'static Self> {
-        Self::serving(problem, shape).min_by_key(|t| t.head_dim).ok_or_else(|| {
+        Self::smallest(problem, shape).ok_or_else(|| {
             let (dtype, head_dim) = (problem.kv_dtype, problem.head_dim.max(problem.value_dim));
             Error::unimplemented(format!("no {shape} kernel is built for K of {dtype} and head dimension {head_dim}"))
         })
+    }
+
+    /// The same, or `None`.
+    pub(super) fn smallest(problem: &Attention, shape: &str) -> Option<&'static Self> {
+        Self::serving(problem, shape).min_by_key(|t| t.head_dim)
     }
 
     /// The tiles of `shape` for the type of K and V whose head dimension is at least D and Dv.
@@ -54,7 +59,7 @@ impl AttentionTile {
     /// - `decode` elsewhere, of which two CTAs per SM hide the start and the end of each other's tiles.
     pub(super) fn decode(problem: &Attention, device: &Device) -> Result<&'static Self> {
         let tile = Self::of(problem, "decode")?;
-        let variant = |shape| Self::of(problem, shape).ok().filter(|other| other.head_dim == tile.head_dim);
+        let variant = |shape| Self::smallest(problem, shape).filter(|other| other.head_dim == tile.head_dim);
         let rows = longest_or_mean_queries(problem) * (problem.num_q_heads / problem.num_kv_heads) as i64;
         let has_same_bits = !problem.batch_invariant || problem.score.alibi.is_none();
         if let Some(with_8_rows) = variant("decode_8rows").filter(|tile| has_same_bits && rows <= tile.rows()) {

@@ -225,6 +225,10 @@ impl HopperPrefillTile {
         } else {
             return false;
         };
+        // Most tiles are for other types or head dimensions, and the rest takes longer.
+        if self.bytes != bytes || !self.has_columns(problem) {
+            return false;
+        }
         let score = &problem.score;
         // Scales of q and K are a transform of their own, except where K and V have 8 bits.
         let is_plain = match self.kv_bytes() {
@@ -241,8 +245,6 @@ impl HopperPrefillTile {
         takes_kv
             && has_bias == score.bias.is_some()
             && (!has_bias || self.takes_bias(problem))
-            && self.bytes == bytes
-            && self.has_columns(problem)
             && transforms
             && self.suits_key_ranges(problem)
     }
