@@ -83,7 +83,7 @@ def run(name, meshes):
         "in_place": all(x.is_deleted() for x in donated) and donated_addresses <= addresses(jax.tree.leaves(actual)),
         "copies": sum(f"[{shape}]" in line for line in text.splitlines() if " copy(" in line for shape in shard_shapes),
         "devices": mesh.size,
-        "gathers": [str(x.message) for x in caught if x.category is GatherWarning and x.filename.endswith("_cases.py")],
+        "gathers": [str(x.message) for x in caught if x.category is GatherWarning and x.filename.endswith("sharded_calls.py")],
     }
 
 
