@@ -33,7 +33,9 @@ extern "C" __global__ void __launch_bounds__(Shape::kThreads, 1)
     XA_ENTRY(const __grid_constant__ xa::HopperFusedParams params) {
   extern __shared__ uint8_t shared[];
   const xa::AttentionParams& decode = params.decode;
-  uint8_t* const aligned = shared + -xa::ptx::shared_address(shared) % 1024;
+  // Prefill computes the same address again. Otherwise a register would hold it during decode, which has none left.
+  const uint32_t address = xa::ptx::opaque(xa::ptx::shared_address(shared));
+  uint8_t* const aligned = shared + -address % 1024;
   const xa::hopper::FusedWork work = xa::hopper::estimate_work<Shape::kThreads, DecodeShape::kRows, Shape::kRows>(
       params, reinterpret_cast<xa::hopper::FusedWork*>(aligned));
   // clear_tile_counter may still run. The counters are not accessed before this.

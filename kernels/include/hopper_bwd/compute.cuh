@@ -476,8 +476,10 @@ __device__ __forceinline__ void compute_tiles(const HopperBackwardParams& params
     pipeline.dq_empty(step, warpgroup).producer_wait();
     ptx::named_barrier_sync(1, 256);
     constexpr uint32_t kGradientBytes = 64 * kHeadDim * 2;
-    const uint32_t dk_staging = pipeline.ds(0) + warpgroup * kGradientBytes;
-    const uint32_t dv_staging = pipeline.dq(0) + warpgroup * kGradientBytes;
+    // Computed here, because no register is left for it in the loop.
+    const int32_t own = kFewRegistersLeft ? xa::ptx::opaque(warpgroup) : warpgroup;
+    const uint32_t dk_staging = pipeline.ds(0) + own * kGradientBytes;
+    const uint32_t dv_staging = pipeline.dq(0) + own * kGradientBytes;
     const uint32_t matrix_offset = Atom::offset(matrix_row, lane / 16);
     const float scale = params.base.softmax_scale;
 #pragma unroll
