@@ -21,6 +21,8 @@ from sharded_calls import numbers
 from sharding_cases import AUTOMATIC_AXES_ONLY, CASES
 from xla_attention.jax import GatherWarning
 
+# The file whose calls warn.
+CALLS = "sharded_calls.py"
 COLLECTIVES = ("all-gather", "all-reduce", "all-to-all", "collective-permute", "reduce-scatter")
 
 
@@ -83,7 +85,7 @@ def run(name, meshes):
         "in_place": all(x.is_deleted() for x in donated) and donated_addresses <= addresses(jax.tree.leaves(actual)),
         "copies": sum(f"[{shape}]" in line for line in text.splitlines() if " copy(" in line for shape in shard_shapes),
         "devices": mesh.size,
-        "gathers": [str(x.message) for x in caught if x.category is GatherWarning and x.filename.endswith("sharded_calls.py")],
+        "gathers": [str(x.message) for x in caught if x.category is GatherWarning and x.filename.endswith(CALLS)],
     }
 
 
