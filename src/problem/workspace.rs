@@ -124,9 +124,13 @@ pub struct AttentionSizes {
     pub batch_invariant: bool,
 }
 
-/// The columns per head up to which Hopper's gradients sum dQ in the workspace, and these rounded up as their kernels do.
+/// The columns per head up to which Hopper's gradients sum dQ in the workspace.
 pub(crate) const MAX_NARROW_COLUMNS: i64 = 128;
-const BUCKETS: [i64; 3] = [64, 96, MAX_NARROW_COLUMNS];
+
+/// The columns per head of dQ in the workspace: those of the smallest sufficient kernel; 0 past [`MAX_NARROW_COLUMNS`].
+fn dq_columns(columns: i64) -> i64 {
+    [64, 96, MAX_NARROW_COLUMNS].into_iter().find(|of_kernel| *of_kernel >= columns).unwrap_or(0)
+}
 
 /// Parts into which Hopper's gradients may split the query heads of a KV head, however many tokens there are: parts of two query heads and
 /// up to 16 of them (past 128 columns four) for up to four KV heads, so that these keep all SMs busy; and parts of four heads where the heads
@@ -134,16 +138,15 @@ const BUCKETS: [i64; 3] = [64, 96, MAX_NARROW_COLUMNS];
 #[must_use]
 pub fn head_splits(num_q_heads: i64, num_kv_heads: i64, columns: i64) -> i64 {
     const FEW_KV_HEADS: i64 = 4;
-    const MANY_COLUMNS: i64 = 768;
+    const MANY_COLUMNS: usize = 768;
     let heads = heads_per_kv_head(num_q_heads, num_kv_heads);
     let most = if columns <= MAX_NARROW_COLUMNS { 16 } else { 4 };
     let few = match num_kv_heads {
-        1..=FEW_KV_HEADS => most_splits(heads, ceil_div(heads, 2).min(most / num_kv_heads)),
+        1..=FEW_KV_HEADS => most_splits(heads, heads.div_ceil(2).min((most / num_kv_heads) as usize)),
         _ => 1,
     };
-    let bucket = BUCKETS.into_iter().find(|bucket| *bucket >= columns).unwrap_or(0);
-    let has_many_columns = bucket.saturating_mul(heads) >= MANY_COLUMNS;
-    few.max(if has_many_columns { most_splits(heads, ceil_div(heads, 4)) } else { 1 })
+    let has_many_columns = (dq_columns(columns) as usize).saturating_mul(heads) >= MANY_COLUMNS;
+    few.max(if has_many_columns { most_splits(heads, heads.div_ceil(4)) } else { 1 }) as i64
 }
 
 /// Tiles of dK and dV of all parts, up to which a call of few tokens splits its query heads into more parts. The memory for these is the
@@ -155,28 +158,23 @@ pub(crate) const FEW_HEAD_SPLIT_TILES: i64 = 256;
 #[cfg(feature = "cuda")]
 pub(crate) fn max_head_splits(num_q_heads: i64, num_kv_heads: i64, columns: i64, tiles: i64) -> i64 {
     let heads = heads_per_kv_head(num_q_heads, num_kv_heads);
-    let of_few_tiles = most_splits(heads, (FEW_HEAD_SPLIT_TILES / tiles.max(1)).min(16));
-    of_few_tiles.max(head_splits(num_q_heads, num_kv_heads, columns))
+    let of_few_tiles = most_splits(heads, (FEW_HEAD_SPLIT_TILES / tiles.max(1)).min(16) as usize);
+    head_splits(num_q_heads, num_kv_heads, columns).max(of_few_tiles as i64)
 }
 
-fn heads_per_kv_head(num_q_heads: i64, num_kv_heads: i64) -> i64 {
-    if num_kv_heads > 0 { num_q_heads / num_kv_heads } else { 0 }
+fn heads_per_kv_head(num_q_heads: i64, num_kv_heads: i64) -> usize {
+    if num_kv_heads > 0 { (num_q_heads / num_kv_heads).max(0) as usize } else { 0 }
 }
 
 /// The largest number of parts up to `bound` into which so many query heads can be split; at least 1.
-fn most_splits(heads: i64, bound: i64) -> i64 {
+pub(crate) fn most_splits(heads: usize, bound: usize) -> usize {
     (2..=bound).rev().find(|splits| can_split(heads, *splits)).unwrap_or(1)
 }
 
 /// Whether so many query heads can be split into so many parts, each of which has the same number of heads but for the last one, which may
 /// have fewer.
-pub(crate) fn can_split(heads: i64, splits: i64) -> bool {
-    (1..=heads).contains(&splits) && ceil_div(heads, ceil_div(heads, splits)) == splits
-}
-
-/// `a / b`, rounded up, of numbers that are not negative.
-fn ceil_div(a: i64, b: i64) -> i64 {
-    a / b + i64::from(a % b > 0)
+pub(crate) fn can_split(heads: usize, splits: usize) -> bool {
+    (1..=heads).contains(&splits) && heads.div_ceil(heads.div_ceil(splits)) == splits
 }
 
 impl AttentionSizes {
@@ -315,7 +313,7 @@ impl AttentionSizes {
         if self.dtype.size() != 2 || !(1..=MAX_HOPPER_DIM).contains(&columns) {
             return WorkspaceSize { fixed: 16, per_row: number.saturating_mul(heads), per_sequence: 0 };
         }
-        let row_sums = number * BUCKETS.into_iter().find(|bucket| *bucket >= columns).unwrap_or(0);
+        let row_sums = number * dq_columns(columns);
         // Per row delta and lse, and a 4-byte counter per block of 64 or more rows.
         let counter_bytes = heads.saturating_add(15) / 16;
         let key_bytes = number * (self.head_dim + self.value_dim);

@@ -76,9 +76,9 @@ pub(super) fn launches_over_few_keys<'c>(call: &Call<'c>) -> Result<Option<Launc
     const SEVERAL_TILES: i64 = 17;
     const HALF_FEW_KEYS: i64 = FEW_KEYS / 2;
     let problem = call.problem;
-    let is_paged = matches!(problem.keys.storage, KeyStorage::Paged(_));
+    let (is_paged, keys) = (matches!(problem.keys.storage, KeyStorage::Paged(_)), longest_tile(problem, 1));
     // Decode stores new tokens in the same launch.
-    if !is_paged || call.new_tokens.is_some() || longest_tile(problem, 1) > FEW_KEYS || !decode::are_short(call) {
+    if !is_paged || call.new_tokens.is_some() || keys > FEW_KEYS || !decode::are_short(call) {
         return Ok(None);
     }
     let prefill = call.hopper_prefill();
@@ -89,7 +89,7 @@ pub(super) fn launches_over_few_keys<'c>(call: &Call<'c>) -> Result<Option<Launc
     let takes = if DECODE_DIMS.contains(&prefill.tile.dim) {
         tiles > sms && (tiles <= 2 * sms || call.packed_rows() >= MANY_ROWS)
     } else {
-        tiles > sms || tiles >= SEVERAL_TILES && longest_tile(problem, 1) <= HALF_FEW_KEYS
+        tiles > sms || tiles >= SEVERAL_TILES && keys <= HALF_FEW_KEYS
     };
     if takes { prefill.launch_for_all(call).map(Some) } else { Ok(None) }
 }

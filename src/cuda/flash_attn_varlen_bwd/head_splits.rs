@@ -9,7 +9,7 @@ use crate::cuda::variants;
 use crate::error::Result;
 use crate::problem::attention::Attention;
 use crate::problem::flash_attn_varlen_bwd::FlashAttnVarlenBwd;
-use crate::problem::workspace::{can_split, max_head_splits};
+use crate::problem::workspace::{can_split, max_head_splits, most_splits};
 
 /// Columns that a thread of `hopper_bwd_combine` adds up.
 const COMBINE_COLUMNS: usize = 8;
@@ -35,7 +35,8 @@ impl PartialGradients {
         tile: [usize; 2],
     ) -> impl Iterator<Item = Self> {
         let best = num_splits(&problem.forward, problem.num_keys, device.sms as usize, tile);
-        std::iter::successors(Some(best), |splits| (*splits > 1).then(|| fewer_splits(&problem.forward, *splits)))
+        let heads = problem.forward.num_q_heads / problem.forward.num_kv_heads;
+        std::iter::successors(Some(best), move |splits| (*splits > 1).then(|| most_splits(heads, *splits - 1)))
             .map(|splits| Self::of(problem, splits))
     }
 
@@ -51,12 +52,6 @@ impl PartialGradients {
             dv_bytes: column_bytes * forward.value_dim,
         }
     }
-}
-
-/// The next smaller number of parts than `splits`, which is more than 1.
-fn fewer_splits(forward: &Attention, splits: usize) -> usize {
-    let heads = (forward.num_q_heads / forward.num_kv_heads) as i64;
-    (1..splits).rev().find(|fewer| can_split(heads, *fewer as i64)).unwrap_or(1)
 }
 
 /// The parts of each KV head's query heads. More parts fill the SMs better, and each tile has fewer steps for the time in
@@ -90,8 +85,7 @@ fn num_splits(forward: &Attention, num_keys: usize, sms: usize, [tile_keys, step
     // Where all tiles have the same length, parts of unequal size let CTAs drift apart, which then read different queries.
     let is_equal = |splits: usize| heads.is_multiple_of(splits);
     let wants_equal = !is_triangular && (2..=most).any(is_equal);
-    let is_candidate =
-        |splits: &usize| if wants_equal { is_equal(*splits) } else { can_split(heads as i64, *splits as i64) };
+    let is_candidate = |splits: &usize| if wants_equal { is_equal(*splits) } else { can_split(heads, *splits) };
     let largest_below = |end: usize| (1..end).rev().find(is_candidate).unwrap_or(1);
     let mut splits = largest_below(most + 1);
     let mean_length = (forward.num_rows / forward.max_seqs.max(1)).max(1);

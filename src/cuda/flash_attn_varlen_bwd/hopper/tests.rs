@@ -227,8 +227,8 @@ fn query_heads_are_split() {
     };
     assert_eq!(splits_of_16k_tokens(4), [8, 8, 16, 2, 2]);
     assert_eq!(splits_of_16k_tokens(16), [4, 4, 4, 1, 1]);
-    // Heads of 768 columns and more are split for long sequences, others only if they have few tiles.
-    for (heads, batch, expected) in [
+    // Causal: heads of 768 columns and more are split for long sequences, others only if they have few tiles.
+    let causal = [
         ([28, 4], [1, 5000], 4),
         ([28, 4], [4, 4096], 2),
         ([64, 8], [1, 9430], 2),
@@ -237,19 +237,21 @@ fn query_heads_are_split() {
         ([128, 8], [1, 9430], 4),
         ([32, 8], [1, 1700], 2),
         ([32, 8], [1, 9430], 1),
-    ] {
-        assert_eq!(splits_of(heads, batch, 0, LARGE), expected, "{heads:?} heads, {batch:?} tokens, causal");
-    }
+    ];
     // Without a mask they are split if this fills the last wave of tiles, unless the sequences are short.
-    for (heads, batch, expected) in [
+    let full = [
         ([28, 4], [1, 5000], 4),
         ([28, 4], [1, 12000], 1),
         ([64, 8], [1, 9430], 2),
         ([64, 8], [1, 12000], 1),
         ([128, 8], [16, 1000], 1),
         ([128, 8], [1, 16000], 4),
-    ] {
-        assert_eq!(splits_of(heads, batch, -1, LARGE), expected, "{heads:?} heads, {batch:?} tokens, full");
+    ];
+    for (window_right, cases) in [(0, &causal[..]), (-1, &full)] {
+        for &(heads, batch, expected) in cases {
+            let splits = splits_of(heads, batch, window_right, LARGE);
+            assert_eq!(splits, expected, "{heads:?} heads, {batch:?} tokens, window_right {window_right}");
+        }
     }
     // 128 tiles of one length fill the 132 SMs, 32 or 150 do not.
     let equal_tiles = [32, 128, 150].map(|tiles| splits_of([16, 1], [1, tiles * KEYS as usize], -1, LARGE));
