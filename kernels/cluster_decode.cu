@@ -5,10 +5,10 @@
 //   XA_DTYPE     f16, bf16: of q, K and V; fp8: fp8 K and V, converted to f16 (include/fp8.cuh)
 //   XA_HEAD_DIM  the bucket: serves head dimensions up to it, which are padded with zeros in shared memory
 //   XA_LOGITS    none, softcap_alibi (include/logits_transform.cuh)
-//   XA_CALL      any, plain, per_sequence (include/cluster_call.cuh)
+//   XA_CALL      any, any_per_sequence, plain, per_sequence (include/cluster_call.cuh)
 // Launch: a grid of Hkv by n by m CTAs in clusters of 1 by n by 1, Shape::kThreads threads, Shape::kSharedBytes of
-// dynamic shared memory. m is 1, or for `per_sequence` the number of sequence slots. At most kClusterDecodeSlots
-// sequence slots, and fewer than 2^20 KV chunks.
+// dynamic shared memory. m is 1, or with a cluster per sequence the number of sequence slots. At most
+// kClusterDecodeSlots sequence slots, and fewer than 2^20 KV chunks.
 
 #include "cluster_call.cuh"
 #include "cluster_decode.cuh"

@@ -17,6 +17,10 @@ struct call_any {
     return params;
   }
 };
+/// Any call, with a cluster per sequence slot and KV head.
+struct call_any_per_sequence : call_any {
+  static constexpr bool kHasClusterPerSequence = true;
+};
 /// The call is causal. D and Dv are the bucket; pages are a power of two and hold whole blocks; strides are the same
 /// for K and V and have 31 bits; lengths are in `seqused_k`; out has the type of q; there is no window, `leftpad_k`,
 /// `q_offset`, `seqused_q`, sink or scale of V.

@@ -10,8 +10,7 @@
 // A single tile of the first sequence is dealt out instead: CTA r of n has the chunks r, r + n, ..., whose pages can be
 // loaded together with the metadata.
 //
-// In a plain call (cluster_call.cuh) a KV head may have a cluster per sequence slot: cluster z then has the tiles of
-// sequence z alone.
+// A KV head may have a cluster per sequence slot (cluster_call.cuh): cluster z then has the tiles of sequence z alone.
 //
 // There are no more sequence slots than lanes, so each warp plans by itself: it loads all metadata at once, and a
 // prefix sum tells where sequences begin. No warp waits for another one before it loads keys.
@@ -120,15 +119,15 @@ __device__ __forceinline__ ClusterRange partition_cluster(const AttentionParams&
   metadata.load(params, lane);
   meanwhile();
   const int32_t num_seqs = metadata.live_sequences(params, given);
+  const int32_t first = first_sequence<Shape>();
+  constexpr bool has_one = Shape::kHasClusterPerSequence;
+  const auto measure = [&] {
+    mine.measure(params, metadata.sequence(params, 0, lane), lane < num_seqs && (!has_one || lane == first));
+  };
   if constexpr (Shape::kIsPlain) {
     // A single tile, of the first sequence, needs no sums. If no other sequence has rows, all starts after its end are
     // that end or lower, and their running maximum changes nothing. If others have clusters of their own, starts must
     // ascend.
-    const int32_t first = first_sequence<Shape>();
-    constexpr bool has_one = Shape::kHasClusterPerSequence;
-    const auto measure = [&] {
-      mine.measure(params, metadata.sequence(params, 0, lane), lane < num_seqs && (!has_one || lane == first));
-    };
     measure();
     const bool descends = has_one && lane < num_seqs && !metadata.ascends(params, 0);
     const bool is_another = (lane != first ? mine.num_tiles > 0 : mine.num_tiles != 1) || descends;
@@ -154,13 +153,13 @@ __device__ __forceinline__ ClusterRange partition_cluster(const AttentionParams&
       StartMaxima maxima = {0, 0};
       metadata.ascend(params, maxima);
     }
-    mine.measure(params, metadata.sequence(params, 0, lane), lane < num_seqs);
+    measure();
   }
   mine.end = sum_up_to_this_lane(mine.work());
   const int32_t total = __shfl_sync(~0u, mine.end, 31);
   range.range_chunks = max(divide_small(total + size - 1, ptx::reciprocal_approx(static_cast<float>(size))), 1);
   range.reciprocal = ptx::reciprocal_approx(static_cast<float>(range.range_chunks));
-  const bool is_alone = lane == 0 && mine.end == total && mine.num_tiles == 1 && mine.first_chunk == 0;
+  const bool is_alone = lane == first && mine.end == total && mine.num_tiles == 1 && mine.first_chunk == 0;
   const bool has_page = !Shape::kIsPlain && !has_contiguous_keys(params) && params.page_size % kTokensPerLoad == 0;
   range.is_dealt = __any_sync(~0u, is_alone && has_page);
   range.begin = range.is_dealt ? 0 : min(rank * range.range_chunks, total);

@@ -2,8 +2,9 @@
 //! distributed shared memory, without a workspace and without a combine launch.
 
 use super::decode::{ROWS_PER_WARP, are_short};
+use super::split::longest_tile;
 use super::tiles::{kv_dtype_value, logits_value, transforms_logits};
-use super::{Call, Launch, Launches, UNLIMITED};
+use super::{Call, Launch, Launches, UNLIMITED, longest_or_mean_queries};
 use crate::cuda::enqueue::{LaunchAttributes, LaunchConfig};
 use crate::cuda::params::attention::{AttentionParams, KvSource, TOKENS_PER_LOAD};
 use crate::cuda::params::cluster_decode::{CLUSTER_DECODE_SLOTS, LARGEST_CLUSTER};
@@ -49,19 +50,22 @@ const MOST_KEYS_OF_MANY: [i64; 2] = [1 << 18, 1 << 17];
 /// The most KV chunks of a KV head: the kernel divides them in f32.
 const MOST_CHUNKS: i64 = 1 << 20;
 
-/// The most keys per KV head of a call of few rows per sequence and up to 128 columns whose clusters leave most SMs idle: over 4 KV heads
-/// 1 x 12k takes 17.2 us instead of 18.8, 1 x 16k 21.1 instead of 20.0, 4 x 4k 21.2 instead of 19.7. And those over 8-bit K and V.
+/// The most keys per KV head of a plain call whose clusters leave most SMs idle: over 4 KV heads 1 x 12k takes 17.2 us instead of 18.8,
+/// 1 x 16k 21.1 instead of 20.0, 4 x 4k 21.2 instead of 19.7.
 const FEW_KEYS: i64 = 12288;
 
 /// The same of all calls: wider rows take longer, and so do more of them. With 16 query heads per KV head 1 x 4k takes 11.6 us instead
 /// of 12.8 over one KV head of 128 columns, 1 x 8k 14.9 instead of 12.4, over four of 256 4 x 1k 18.2 instead of 17.8 and 1 x 8k 26.8
 /// instead of 20.6, over one of 64 2 x 4k 12.6 instead of 11.3 (H200). Sequences of different lengths take longer still: five of 95 to 887
-/// keys over one KV head of 128 columns 16.3 instead of 12.3.
+/// keys over one KV head of 128 columns 16.3 instead of 12.3. Calls of few rows that are not plain, and those over 8-bit K and V, are in
+/// between: over two KV heads 3 x 4095 keys, as many as a window leaves, 21.0 instead of 14.4.
 fn few_keys(call: &Call, tile: &ClusterDecodeTile) -> i64 {
     let (columns, heads) = (i64::from(tile.head_dim), call.problem.num_kv_heads as i64);
+    let (of_plain, of_heads) = (FEW_KEYS * 128 / columns.max(128), FEW_KEYS.min((1 + heads) << 11));
     match tile.bytes {
-        1 => FEW_KEYS,
-        _ if has_few_rows(call) => FEW_KEYS * 128 / columns.max(128),
+        1 => of_heads,
+        _ if is_plain(call, tile) => of_plain,
+        _ if has_few_rows(call) => of_plain.min(of_heads),
         _ => ((2 + heads) << 17) / columns.max(96),
     }
 }
@@ -92,10 +96,11 @@ pub(super) fn launches<'c>(call: &Call<'c>) -> Result<Option<Launches<'c>>> {
     let mut params = call.params_for(1, UNLIMITED);
     params.clears_padding_rows = 1;
     params.new_tokens = new_tokens.unwrap_or(params.new_tokens);
-    let kind = match per_head {
-        1 if is_plain(call, tile) => "plain",
-        1 => "any",
-        _ => "per_sequence",
+    let kind = match (per_head, is_plain(call, tile)) {
+        (1, true) => "plain",
+        (1, false) => "any",
+        (_, true) => "per_sequence",
+        (_, false) => "any_per_sequence",
     };
     // With token scales there are no axes of logits and calls.
     let (kernel, axes) = match problem.scale_cache {
@@ -156,7 +161,11 @@ const fn rows(tile: &ClusterDecodeTile) -> i64 {
 
 /// The most KV chunks of a KV head if tiles have this many rows. The first and last chunk of a tile may have few keys.
 fn chunks_of(call: &Call, tile: &ClusterDecodeTile, tile_rows: i64) -> i64 {
-    let keys = call.problem.keys.storage.capacity().1 as i64;
+    chunks_over(call, tile, tile_rows, call.problem.keys.storage.capacity().1 as i64)
+}
+
+/// The same if sequences have up to `keys` keys.
+fn chunks_over(call: &Call, tile: &ClusterDecodeTile, tile_rows: i64, keys: i64) -> i64 {
     let tiles = call.max_tiles(tile_rows, call.rows().min(call.seqs()));
     tiles * (keys / i64::from(tile.keys * tile.key_warps) + 2)
 }
@@ -169,16 +178,20 @@ struct Clusters {
     per_head: i64,
 }
 
-/// A cluster for each sequence, in plain calls of more than [`LARGEST_CLUSTER`] sequences that have room for it. None of the
+/// The most keys that a sequence's rows attend to: what the block table, or all packed keys, and the window leave.
+fn keys_of_a_sequence(call: &Call) -> i64 {
+    longest_tile(call.problem, longest_or_mean_queries(call.problem))
+}
+
+/// A cluster for each sequence, in calls of more than [`LARGEST_CLUSTER`] sequences that have room for it. None of the
 /// sequences can be so long that the others' clusters wait for its own. Fewer sequences share clusters: 8 x 512 takes as long
 /// either way, and one of 1024 keys beside 7 short ones 6.8 us instead of 9.5 (H100).
-fn clusters_of_sequences(call: &Call, tile: &ClusterDecodeTile) -> Option<Clusters> {
+fn clusters_of_sequences(call: &Call) -> Option<Clusters> {
     let (clusters, sms) = (call.problem.num_kv_heads as i64 * call.seqs(), i64::from(call.device.sms));
-    let keys = call.problem.keys.storage.capacity().1 as i64;
     let takes = call.seqs() > i64::from(LARGEST_CLUSTER)
         && clusters <= sms
-        && keys <= MOST_KEYS_OF_A_CLUSTER
-        && is_plain(call, tile);
+        && keys_of_a_sequence(call) <= MOST_KEYS_OF_A_CLUSTER
+        && call.problem.scale_cache.is_none();
     let size = (sms * 3 / 4 / clusters).clamp(1, LARGEST_OF_A_SEQUENCE);
     takes.then_some(Clusters { size, per_head: call.seqs() })
 }
@@ -198,19 +211,20 @@ fn tile_and_clusters(call: &Call) -> Option<(&'static ClusterDecodeTile, Cluster
             && tile.shared_bytes <= device.shared_memory
     };
     let tile = CLUSTER_DECODE.iter().filter(serves).min_by_key(|tile| tile.head_dim)?;
-    if let Some(clusters) = clusters_of_sequences(call, tile) {
+    let chunks = chunks_of(call, tile, rows(tile));
+    let largest_cluster = i64::from(LARGEST_CLUSTER);
+    if let Some(clusters) = clusters_of_sequences(call).filter(|_| chunks + largest_cluster <= MOST_CHUNKS) {
         return Some((tile, clusters));
     }
     let (heads, sms) = (problem.num_kv_heads as i64, i64::from(device.sms));
     // Clusters of up to eight CTAs, one per SM, fit on three quarters of the SMs: a GPC's last SMs are too few for one.
-    let largest = (sms * 3 / 4 / heads).min(i64::from(LARGEST_CLUSTER));
-    let keys = problem.keys.storage.capacity().1 as i64;
-    let chunks = chunks_of(call, tile, rows(tile));
+    let largest = (sms * 3 / 4 / heads).min(largest_cluster);
+    let keys = keys_of_a_sequence(call);
     let seqs = call.rows().min(call.seqs());
     // Every tile over 8-bit K and V converts its keys.
     let tiles = if tile.bytes == 1 { call.packed_rows().saturating_add(FEW_ROWS - 1) / FEW_ROWS } else { 1 };
     let all_keys = seqs.saturating_mul(keys).saturating_mul(tiles);
-    let size = largest.min(chunks);
+    let size = largest.min(chunks_over(call, tile, rows(tile), keys));
     let of_rows = |[few, more]: [i64; 2]| if has_few_rows(call) { few } else { more };
     // By sequences per CTA.
     let most_keys = if seqs <= size {
@@ -287,7 +301,7 @@ mod tests {
         let few_sms = Device { sms: 8, ..device(true) };
         assert_eq!(size_on(&over(1 << 15, 2, &problem(1, 1, 32, 128)), &few_sms), Some(3));
         // Most SMs would be idle.
-        for (dim, few_rows, more) in [(64, 12288, 8192), (128, 12288, 6144), (256, 6144, 3072)] {
+        for (dim, few_rows, more) in [(64, 10240, 8192), (128, 10240, 6144), (256, 6144, 3072)] {
             for (num_q_heads, keys) in [(16, few_rows), (64, more)] {
                 let of_keys = |keys| Attention { num_q_heads, ..over(keys, 4, &problem(1, 1, 32, dim)) };
                 assert_eq!(
@@ -388,11 +402,24 @@ mod tests {
             assert_eq!(grid(&call), Some(([heads as u32, size, seqs as u32], size)), "{seqs} sequences, {heads} heads");
             assert!(named_on(&call, &device(true))[0].0.ends_with("_per_sequence"));
         }
-        // As many sequences as CTAs of a cluster; more than 1024 keys; more clusters than SMs; another variant.
+        // More rows than those of plain calls; a window within more than 1024 keys; 8 bits.
+        let of_window = Score { window_left: 1023, ..paged(32, 9, 1).score };
+        for call in [
+            Attention { num_q_heads: 128, ..paged(16, 9, 1) },
+            Attention { score: of_window, ..paged(32, 9, 1) },
+            Attention { kv_dtype: DType::F8E4M3FN, ..paged(16, 9, 1) },
+        ] {
+            assert_eq!(grid(&call), Some(([8, 1, 9], 1)));
+            assert!(named_on(&call, &device(true))[0].0.ends_with("_any_per_sequence"));
+        }
+        // As many sequences as CTAs of a cluster; more than 1024 keys; more clusters than SMs; scales of rows.
         assert_eq!(grid(&paged(16, 8, 1)), Some(([8, 8, 1], 8)));
         assert_eq!(grid(&paged(32, 16, 1)), Some(([8, 8, 1], 8)));
+        assert_eq!(grid(&Attention { score: Score { window_left: 1024, ..of_window }, ..paged(32, 9, 1) }), None);
         assert_eq!(grid(&paged(16, 17, 1)), None);
-        assert_eq!(grid(&Attention { num_q_heads: 128, ..paged(16, 9, 1) }), None);
+        let view = KvView { data: std::ptr::null_mut(), page_stride: 0, token_stride: 0, head_stride: 0 };
+        let scale_cache = Some(KvScaleCache { k: view, v: view });
+        assert_eq!(grid(&Attention { kv_dtype: DType::I8, scale_cache, ..paged(16, 9, 1) }), None);
     }
 
     #[test]
