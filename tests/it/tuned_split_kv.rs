@@ -3,8 +3,8 @@
 
 use crate::attention::metadata::corrupt;
 use crate::support::{
-    AttentionCase, BF16, BatchSpec, Dtypes, F8E4M3FN, F8E5M2, F16, InvalidMetadata, KvLayout, Mask, MemoryLayout,
-    ReferenceCase, ScaleKind, assert_named_matches_reference, calls_for_tiles,
+    ALIBI, AttentionCase, BF16, BatchSpec, Dtypes, F8E4M3FN, F8E5M2, F16, InvalidMetadata, KeyBounds, KvLayout, Mask,
+    MemoryLayout, ReferenceCase, ScaleKind, assert_named_matches_reference, calls_for_tiles,
 };
 
 /// Room for the partials of every CTA of an H200.
@@ -55,6 +55,8 @@ fn few_queries_over_many_keys_agree_with_the_reference() {
             mask: MASKS[seed * 3 / 4 % 4],
             lengths: LENGTHS[seed / 4 % 4].to_vec(),
             leftpad: seed % 3 == 0,
+            softcap: if seed % 4 == 3 { 5.0 } else { 0.0 },
+            alibi: ALIBI[if seed % 4 == 1 { seed / 4 % ALIBI.len() } else { 0 }],
             sinks: seed % 2 == 0,
             scales: [
                 ScaleKind::None,
@@ -67,6 +69,43 @@ fn few_queries_over_many_keys_agree_with_the_reference() {
         let layout = layout(seed, page_sizes[seed % 6]);
         let name = format!("{seed}: {spec:?}");
         assert_named_matches_reference(&name, &mut AttentionCase::flash(&spec.batch(), &layout));
+    }
+}
+
+/// Trees of one tile and of several, among sequences without one, and bounds of rows' keys; keys that no row attends to hold
+/// NaN.
+#[test]
+fn rows_with_masks_of_their_own_agree_with_the_reference() {
+    let dtypes = [Dtypes::same(BF16), Dtypes::same(F16), Dtypes::wide(BF16, BF16)];
+    for seed in calls_for_tiles(0..24_usize) {
+        let tree = [Some(40), Some(70), None][seed / 2 % 3];
+        let masks = if tree.is_some() { [Mask::CAUSAL, Mask::sliding(150), Mask::CAUSAL, Mask::CAUSAL] } else { MASKS };
+        let spec = BatchSpec {
+            dtypes: dtypes[seed % 3],
+            heads: [(8, 2), (7, 1), (4, 4), (40, 1)][seed % 4],
+            head_dim: [128, 64, 256][(seed / 2 + seed / 6) % 3],
+            lengths: [LENGTHS[seed / 3 % 4], &[(9, 200), (40, 300), (1, 400), (70, 90), (12, 7), (33, 33)]][seed % 2]
+                .to_vec(),
+            mask: masks[seed % 4],
+            tree,
+            key_bounds: KeyBounds::ALL[(seed + 1) % KeyBounds::ALL.len()],
+            leftpad: tree.is_none() && seed % 2 == 0,
+            sinks: seed % 2 == 0,
+            seed: seed as u64,
+            ..BatchSpec::default()
+        };
+        let layout = MemoryLayout {
+            rows_around: (3, 5),
+            workspace: Some(if seed % 6 == 4 { 1_000_000 } else { WORKSPACE }),
+            seed: seed as u64,
+            ..MemoryLayout::paged(KvLayout::Interleaved, [16, 64, 24, 8][seed / 3 % 4])
+        };
+        let batch = spec.batch();
+        let mut case = match tree {
+            Some(_) => AttentionCase::paged(&batch, &layout),
+            None => AttentionCase::flash(&batch, &MemoryLayout { seqused_q: seed % 4 == 1, ..layout }),
+        };
+        assert_named_matches_reference(&format!("{seed}: {spec:?}"), &mut case);
     }
 }
 
@@ -133,8 +172,8 @@ fn hostile_metadata_does_not_affect_valid_sequences() {
             head_dim: 128,
             mask: [MASKS[0], MASKS[2]][seed as usize / 2 % 2],
             lengths: vec![(5, 300), (2, 40), (17, 1200), (1, 16), (3, 129)],
-            // With a soft cap other kernels divide the keys.
             softcap: [0.0, 5.0][seed as usize / 4 % 2],
+            tree: [None, Some(10)][seed as usize / 8 % 2],
             seed,
             ..BatchSpec::default()
         };
@@ -160,19 +199,26 @@ mod on_their_own_gpu {
                     dtypes: dtype.into(),
                     heads: (7, 1),
                     head_dim,
-                    lengths: vec![(5, 3000), (1, 900)],
+                    lengths: vec![(5, 3000), (5, 900)],
                     mask: Mask::CAUSAL,
                     ..BatchSpec::default()
                 };
-                for (layout, keys) in [
-                    (MemoryLayout::contiguous(), "contiguous"),
-                    (MemoryLayout::paged(KvLayout::Interleaved, 16), "paged"),
-                ] {
-                    let layout = MemoryLayout { workspace: Some(WORKSPACE), ..layout };
-                    AttentionCase::flash(&spec.batch(), &layout)
-                        .invocation()
-                        .assert_logs(&gpu, &[&format!("hopper_split_kv_{name}_{head_dim}_split_kv_{keys}_none with")]);
+                let pages =
+                    MemoryLayout { workspace: Some(WORKSPACE), ..MemoryLayout::paged(KvLayout::Interleaved, 16) };
+                for (softcap, logits) in [(0.0, "none"), (2.5, "softcap_alibi")] {
+                    let batch = BatchSpec { softcap, ..spec.clone() }.batch();
+                    let contiguous = MemoryLayout { workspace: Some(WORKSPACE), ..MemoryLayout::contiguous() };
+                    for (layout, keys) in [(&contiguous, "contiguous"), (&pages, "paged")] {
+                        AttentionCase::flash(&batch, layout).invocation().assert_logs(
+                            &gpu,
+                            &[&format!("hopper_split_kv_{name}_{head_dim}_split_kv_{keys}_{logits} with")],
+                        );
+                    }
                 }
+                let with_tree = BatchSpec { tree: Some(5), ..spec };
+                AttentionCase::paged(&with_tree.batch(), &pages)
+                    .invocation()
+                    .assert_logs(&gpu, &[&format!("hopper_row_masks_{name}_{head_dim}_row_masks with")]);
             }
         }
         for head_dim in [64, 128, 256] {

@@ -44,6 +44,26 @@ __device__ __forceinline__ void clear_invisible_values(uint8_t* values, const Pr
   ptx::fence_proxy_async_shared();
 }
 
+/// The same of a block that not all rows of the tile attend to, if they have masks of their own: clears the rows of V
+/// whose keys no row of the tile attends to.
+template <typename Shape>
+__device__ __forceinline__ void clear_unattended_values(const HopperPrefillParams& prefill, uint8_t* values,
+                                                        const RowMaskTile& tile, int32_t first_key) {
+  using Atom = typename Shape::Atom;
+  using Block = typename Shape::ValueBlock;
+  constexpr int kChunks = Block::kAtomColumns * Atom::kChunks;
+  const uint64_t attended[2] = {attended_64(prefill, tile, first_key), attended_64(prefill, tile, first_key + 64)};
+  for (int32_t item = threadIdx.x % 128; item < Shape::kKeys * kChunks; item += 128) {
+    const int32_t row = item / kChunks, chunk = item % kChunks;
+    if (((row < 64 ? attended[0] : attended[1]) >> row % 64 & 1) != 0) continue;
+    uint8_t* const to = values + row / 8 * Block::kStrideByteOffset +
+                        chunk / Atom::kChunks * Block::kLeadingByteOffset + row % 8 * Atom::kRowBytes +
+                        chunk % Atom::kChunks * 16;
+    *reinterpret_cast<uint4*>(to) = make_uint4(0, 0, 0, 0);
+  }
+  ptx::fence_proxy_async_shared();
+}
+
 /// A compute warpgroup: computes its rows of all tiles of the CTA. With kHasOneStep, the code of a block exists once,
 /// not once for each of the ranges of blocks with and without a mask: the first tile of a CTA has less code to load.
 template <typename Shape, typename T, typename LogitsTransform, bool kHasOneStep = false>
@@ -239,10 +259,16 @@ __device__ __forceinline__ void compute_tiles(const HopperPrefillParams& prefill
     // Clears the invisible rows of V of `block`, if it has any, after its weights have been packed.
     const auto clear_partial_values = [&] {
       const int32_t first_key = block * kKeys;
-      if (first_key >= tile.visible_begin && first_key + kKeys <= tile.visible_end) return;
       const ValueState now(block_count);
-      pipeline.values_full(now).wait();
-      clear_invisible_values<Shape>(pipeline.values_pointer(now.stage), tile, first_key);
+      if constexpr (Shape::kTakesRowMasks) {
+        if (block >= common_begin && block < common_end) return;
+        pipeline.values_full(now).wait();
+        clear_unattended_values<Shape>(prefill, pipeline.values_pointer(now.stage), tile, first_key);
+      } else {
+        if (first_key >= tile.visible_begin && first_key + kKeys <= tile.visible_end) return;
+        pipeline.values_full(now).wait();
+        clear_invisible_values<Shape>(pipeline.values_pointer(now.stage), tile, first_key);
+      }
       sync_warpgroup();
     };
     // Scores and softmax of `block`, overlapped with P V of the block before it.
@@ -282,9 +308,9 @@ __device__ __forceinline__ void compute_tiles(const HopperPrefillParams& prefill
       }
       __syncwarp();
     }
-    // While the products run, and held there: this softmax has nothing to overlap with. With a transform or with bounds
-    // of the rows' keys it would spill.
-    constexpr bool kMasksEarly = !kTransforms && !Shape::kTakesKeyRanges;
+    // While the products run, and held there: this softmax has nothing to overlap with. With a transform or with masks
+    // of the rows' own it would spill.
+    constexpr bool kMasksEarly = !kTransforms && !Shape::kTakesKeyRanges && !Shape::kTakesRowMasks;
     [[maybe_unused]] VisibleColumns columns = {};
     if constexpr (kMasksEarly) {
       columns = visible_columns<kKeys / 8>(prefill, tile, warp_row, block * kKeys);

@@ -50,6 +50,13 @@ struct SplitKvTile : PrefillTile {
   int32_t partial_row;  // in the workspace, for the tile's first row; -1: the rows go to out and lse
 };
 
+/// The same of a call whose rows have masks of their own: bounds of their keys (../key_ranges.cuh) or trees
+/// (../tree_mask.cuh). Their sequences' last queries are those of the last keys.
+struct RowMaskTile : SplitKvTile {
+  /// The query of the sequence that is the tile's first one.
+  __device__ __forceinline__ int32_t first_query() const { return shift - (work.tile.len_k - work.tile.len_q); }
+};
+
 /// A work tile whose query rows have bounds of their keys besides the masks. [visible_begin, visible_end) are the keys
 /// from the first to the last that some row of the tile attends to.
 struct KeyRangeTile : PrefillTile {
@@ -86,12 +93,15 @@ struct PrefillShape : Config {
   static constexpr int kNoRows = kClusterSize > 1 ? -1 : 0;
   static constexpr int kHeadDim = Config::kDim, kValueDim = Config::kValueDim;
   static constexpr Storage kStorage = kStorage_;
+  /// Bounds of rows' keys, with trees if keys are divided.
+  static constexpr bool kTakesRowMasks = Config::kTakesKeyRanges && Config::kSplitsKeys,
+                        kTakesKeyRanges = Config::kTakesKeyRanges && !Config::kSplitsKeys;
   static constexpr bool kHasBias = kAddsBias<Config>, kShiftsBias = Config::kShiftedBiasBytes != 0;
   /// Whether a warpgroup passes over the blocks of a tile that no row of its own attends to. It is then up to a block
   /// ahead of the others, which delays the loads of all unless there is a third stage.
   static constexpr bool kHasWarpgroupBlocks = !Config::kSplitsKeys && Config::kWarpgroups > 1 && Config::kStages > 2;
   using Tile =
-      std::conditional_t<Config::kSplitsKeys, SplitKvTile,
+      std::conditional_t<Config::kSplitsKeys, std::conditional_t<Config::kTakesKeyRanges, RowMaskTile, SplitKvTile>,
                          std::conditional_t<Config::kTakesKeyRanges, KeyRangeTile,
                                             std::conditional_t<kHasWarpgroupBlocks, WarpgroupTile,
                                                                std::conditional_t<kHasBias, BiasTile, PrefillTile>>>>;
@@ -218,7 +228,8 @@ struct PrefillShape : Config {
                     65536 / Config::kCtasPerSm / kThreads / 8 * 8 * kThreads,
                 "setmaxnreg redistributes the registers that the CTA was launched with");
   static_assert(Config::kKeys % 16 == 0 && kHeadDim % 32 == 0 && kValueDim % 32 == 0);
-  static_assert(!Config::kTakesKeyRanges || (kHasLeanLoop && kStorage == Storage::contiguous && !kHasWarpgroupBlocks));
+  static_assert(!kTakesKeyRanges || (kHasLeanLoop && kStorage == Storage::contiguous && !kHasWarpgroupBlocks));
+  static_assert(!kTakesRowMasks || !kTransformsLogits<Config>);
   static_assert(kColumnWarpgroups == 1 || Config::kWarpgroups == kColumnWarpgroups);
 };
 

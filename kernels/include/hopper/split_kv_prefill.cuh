@@ -2,11 +2,13 @@
 // CTA has of a split tile goes to the workspace, and the combine kernel merges it.
 #pragma once
 
+#include <climits>
 #include <cstdint>
 
 #include "hopper/compute.cuh"
 #include "hopper/convert_kv.cuh"
 #include "hopper/load.cuh"
+#include "hopper/mask.cuh"
 #include "hopper/pipeline.cuh"
 #include "hopper/ptx.cuh"
 #include "hopper/schedule.cuh"
@@ -25,6 +27,31 @@ namespace xa::hopper {
 template <typename Shape>
 using SplitKvUnit = WorkUnit<Shape::kRows, Shape::kKeys, TileEnd::kQuery>;
 
+/// The keys of the current split of `work`, whose rows have masks of their own. Every lane calls this.
+template <typename Shape>
+__device__ __forceinline__ KeyRange keys_of_row_masks(const HopperPrefillParams& prefill, const WorkTile& work,
+                                                      const WorkRange& range) {
+  const TileRowMasks masks(prefill, work.tile);
+  const int32_t first_query = work.tile.first_row / prefill.attention.group;
+  const int32_t end_query = first_query + query_of_row(prefill, work.tile.num_rows - 1) + 1;
+  KeyRange keys = {INT_MAX, 0, 0, INT_MAX};
+#pragma unroll 1
+  for (int32_t query = first_query + static_cast<int32_t>(threadIdx.x % 32); query < end_query; query += 32) {
+    const RowRange of_query = masks.range(query, work.tile.first_token);
+    if (of_query.begin < of_query.end) keys.begin = min(keys.begin, of_query.begin);
+    keys.end = max(keys.end, of_query.end);
+    keys.common_begin = max(keys.common_begin, of_query.begin);
+    keys.common_end = min(keys.common_end, of_query.end);
+  }
+  __syncwarp();
+  keys = {warp_min(keys.begin), warp_max(keys.end), warp_max(keys.common_begin), warp_min(keys.common_end)};
+  if (masks.tree().exists()) keys.common_end = min(keys.common_end, masks.tree().first_key());
+  const int32_t begin = range.first_chunk + range.split_begin, end = range.first_chunk + range.split_end;
+  if (range.split_begin > 0) keys.begin = max(keys.begin, begin * Shape::kKeys);
+  if (range.split_end < range.tile_chunks) keys.end = min(keys.end, end * Shape::kKeys);
+  return keys.begin < keys.end ? keys : KeyRange{0, 0, 0, 0};
+}
+
 /// The scheduler warp: writes the work tiles of the CTA's range, the current one first, then one without rows.
 template <typename Shape>
 __device__ __forceinline__ void schedule_work_range(const HopperPrefillParams& prefill, const Pipeline<Shape>& pipeline,
@@ -42,6 +69,10 @@ __device__ __forceinline__ void schedule_work_range(const HopperPrefillParams& p
     // So that no lane misses the phase: the next one ends after lane 0 has arrived below.
     __syncwarp();
     rows = work.tile.num_rows;
+    [[maybe_unused]] KeyRange keys = {};
+    if constexpr (Shape::kTakesRowMasks) {
+      if (rows > 0) keys = keys_of_row_masks<Shape>(prefill, work, range);
+    }
     if (lane == 0) {
       SplitKvTile& tile = pipeline.tile(state);
       const Visibility visibility(attention, work.tile);
@@ -53,8 +84,14 @@ __device__ __forceinline__ void schedule_work_range(const HopperPrefillParams& p
       tile.shift = visibility.shift + first_query;
       tile.visible_begin = visibility.begin(0);
       tile.visible_end = visibility.end(work.tile.len_q - 1);
-      tile.first_block = work.keys.begin / Shape::kKeys;
-      tile.end_block = (work.keys.end + Shape::kKeys - 1) / Shape::kKeys;
+      if constexpr (Shape::kTakesRowMasks) {
+        tile.work.keys = keys;
+        tile.first_block = keys.begin / Shape::kKeys;
+        tile.end_block = (keys.end + Shape::kKeys - 1) / Shape::kKeys;
+      } else {
+        tile.first_block = work.keys.begin / Shape::kKeys;
+        tile.end_block = (work.keys.end + Shape::kKeys - 1) / Shape::kKeys;
+      }
       tile.value_factor = value_factor;
       tile.partial_row = range.partial_row;
       pipeline.tile_full(state).arrive();
@@ -105,7 +142,8 @@ __device__ __forceinline__ void split_kv(const HopperPrefillParams& prefill, uin
     store_split_record<Shape::kRows>(attention, work, range, index.index);
     __syncwarp();
     // As in hopper_prefill_8bit.cu and hopper_prefill_token_scales.cu.
-    constexpr bool kHasOneStep = Shape::kHasTokenScales || (Shape::kConvertsKv && Shape::kHeadDim > 128);
+    constexpr bool kHasOneStep =
+        Shape::kHasTokenScales || ((Shape::kConvertsKv || Shape::kTakesRowMasks) && Shape::kHeadDim > 128);
     compute_tiles<Shape, T, LogitsTransform, kHasOneStep>(prefill, pipeline);
     clear_padding_rows<T, Shape::kComputeThreads>(attention, work, range);
   }

@@ -17,9 +17,10 @@ use crate::cuda::params::attention::{AttentionParams, KvSource};
 use crate::cuda::params::bias::BiasSource;
 use crate::cuda::params::divisor::IndexDivisor;
 use crate::cuda::params::hopper_prefill::{
-    HopperBiasParams, HopperKeyRangeParams, HopperPrefillParams, HopperTokenScaleParams,
+    HopperBiasParams, HopperKeyRangeParams, HopperPrefillParams, HopperRowMaskParams, HopperTokenScaleParams,
 };
 use crate::cuda::params::key_ranges::KeyRangeSource;
+use crate::cuda::params::tree_mask::TreeMaskSource;
 use crate::cuda::tensor_map::{Axis, L2Promotion, TensorMap, supports_tma};
 use crate::cuda::tiles::{HOPPER_PREFILL, HopperPrefillTile};
 use crate::cuda::variants;
@@ -234,7 +235,7 @@ impl HopperPrefill {
                 variants::find(kernel, &[head_dim])
             }
             _ if self.tile.converts_kv() => variants::find(kernel, &[head_dim, logits]),
-            _ if self.tile.takes_key_ranges || problem.score.bias.is_some() => {
+            _ if self.tile.takes_key_ranges || self.tile.takes_row_masks() || problem.score.bias.is_some() => {
                 variants::find(kernel, &[variants::dtype_value(problem.q.dtype), head_dim])
             }
             _ => variants::find(kernel, &[variants::dtype_value(problem.q.dtype), head_dim, storage, logits]),
@@ -308,6 +309,12 @@ impl PrefillParameter<'_> {
     pub(super) fn key_range_params(&self) -> Result<HopperKeyRangeParams> {
         let ranges = KeyRangeSource::new(&self.problem.queries.key_ranges);
         Ok(HopperKeyRangeParams { prefill: self.params()?, ranges })
+    }
+
+    pub(super) fn row_mask_params(&self) -> Result<HopperRowMaskParams> {
+        let queries = &self.problem.queries;
+        let (ranges, tree) = (KeyRangeSource::new(&queries.key_ranges), TreeMaskSource::new(queries.tree));
+        Ok(HopperRowMaskParams { prefill: self.params()?, ranges, tree })
     }
 
     pub(super) fn token_scale_params(&self, scales: &KvScaleCache) -> Result<HopperTokenScaleParams> {

@@ -2,8 +2,8 @@
 
 use super::decode;
 use super::hopper::{HopperPrefill, LARGEST_PACK, PrefillParameter, padded_group};
-use super::split::{KvSplit, WorkUnit};
-use super::{Call, Launch, Launches, Parameter, UNLIMITED, longest_or_mean_queries};
+use super::split::{KvSplit, WorkUnit, longest_tile};
+use super::{Call, Launch, Launches, MAX_SHORT_ROWS, Parameter, UNLIMITED, longest_or_mean_queries};
 use crate::cuda::device::Device;
 use crate::cuda::enqueue::LaunchConfig;
 use crate::cuda::params::attention::AttentionParams;
@@ -16,6 +16,7 @@ use std::ptr::null_mut;
 const KERNEL: &str = "hopper_split_kv";
 const EIGHT_BIT_KERNEL: &str = "hopper_split_kv_8bit";
 const TOKEN_SCALES_KERNEL: &str = "hopper_split_kv_token_scales";
+const ROW_MASKS_KERNEL: &str = "hopper_row_masks";
 
 /// Tenths of a wave of CTAs. With tiles for more, prefill is faster without splitting keys.
 const WAVE_TENTHS: i64 = 17;
@@ -25,8 +26,35 @@ const KEYS_PER_QUERY: i64 = 8;
 
 /// Strategy: one launch for all sequences, of any length.
 pub(super) fn launches<'c>(call: &Call<'c>) -> Result<Option<Launches<'c>>> {
+    let prefill = kernel_for(call.problem, &call.device).filter(|prefill| is_faster(prefill, call));
+    prefill.map_or(Ok(None), |prefill| launches_of(call, prefill))
+}
+
+/// Keys and packed rows of sequences whose tiles, if there are more of them than SMs, the portable kernel computes in less time: of a
+/// general tile most rows are empty. 108 x 12 over up to 67 keys, 32/32 heads of 64, take 140 us here and 79 there (H200).
+const FEW_MASKED_KEYS: i64 = 256;
+const FEW_MASKED_ROWS: i64 = 64;
+
+/// Strategy: rows with masks of their own over pages, in one launch with sequences that have none. Where there are trees, most sequences
+/// have no more queries than those.
+pub(super) fn launches_of_row_masks<'c>(call: &Call<'c>) -> Result<Option<Launches<'c>>> {
+    let (problem, queries) = (call.problem, &call.problem.queries);
+    let has_masks = match queries.tree {
+        Some(tree) => longest_or_mean_queries(problem) <= tree.max_queries as i64,
+        None => !queries.key_ranges.is_none(),
+    };
+    let are_many = call.seqs().saturating_mul(problem.num_kv_heads as i64) > i64::from(call.device.sms);
+    let are_small = longest_tile(problem, 1) <= FEW_MASKED_KEYS && call.packed_rows() <= FEW_MASKED_ROWS;
+    // The kernel derives queries' positions from the lengths.
+    let has_usual_positions = queries.offset.is_none() && !problem.score.top_left;
+    let takes = has_masks && has_usual_positions && !(are_many && are_small);
+    let prefill = kernel_for(problem, &call.device).filter(|prefill| takes && !prefill.clips_pages(problem));
+    prefill.map_or(Ok(None), |prefill| launches_of(call, prefill))
+}
+
+/// The launches with a tile of the kernel, if the workspace has room for them.
+fn launches_of<'c>(call: &Call<'c>, prefill: HopperPrefill) -> Result<Option<Launches<'c>>> {
     let Call { problem, device, .. } = call;
-    let Some(prefill) = kernel_for(problem, device) else { return Ok(None) };
     let tiles = prefill.max_tiles(call, call.seqs().min(call.rows()));
     let unit = WorkUnit { rows: prefill.tile.rows(), chunk_keys: i64::from(prefill.tile.keys), log2_unit: 1.0 };
     let split = KvSplit::of_units(problem, unit, tiles, UNLIMITED, i64::from(device.sms), 0);
@@ -43,8 +71,9 @@ pub(super) fn launches<'c>(call: &Call<'c>) -> Result<Option<Launches<'c>>> {
     let of = PrefillParameter { prefill, problem, attention: params, next_tile: null_mut() };
     let (kernel, parameter) = match problem.scale_cache {
         Some(scales) => (TOKEN_SCALES_KERNEL, Parameter::PrefillTokenScales(of, scales)),
-        None if prefill.tile.converts_kv() => (EIGHT_BIT_KERNEL, Parameter::Prefill(of)),
-        None => (KERNEL, Parameter::Prefill(of)),
+        _ if prefill.tile.takes_row_masks() => (ROW_MASKS_KERNEL, Parameter::PrefillRowMasks(of)),
+        _ if prefill.tile.converts_kv() => (EIGHT_BIT_KERNEL, Parameter::Prefill(of)),
+        _ => (KERNEL, Parameter::Prefill(of)),
     };
     let attend = Launch::new(kernel, prefill.variant(kernel, problem)?, config, parameter);
     let combine = decode::combine(problem, device, &split, &params, (queries * call.group()).min(prefill.tile.rows()))?;
@@ -85,9 +114,16 @@ pub(super) fn keys_per_slot(problem: &Attention) -> i64 {
     }
 }
 
-/// The tiles for the call's types, sizes and options.
+/// The tiles for the call's types, sizes and options. A soft cap or ALiBi, which takes as long for rows that are empty, is left to decode's
+/// smaller tiles where its rows suffice: 54 x 5 over 8440 keys, 9/3 heads of 64, take 77 us here and 56 there (H200).
 fn tiles(problem: &Attention) -> impl Iterator<Item = &'static HopperPrefillTile> {
-    HOPPER_PREFILL.iter().filter(|tile| tile.splits_keys && tile.serves(problem))
+    let group = (problem.num_q_heads / problem.num_kv_heads) as i64;
+    let has_few_rows = longest_or_mean_queries(problem).saturating_mul(group) <= MAX_SHORT_ROWS;
+    let takes_rows = move |tile: &HopperPrefillTile| !has_few_rows || tile.logits != "softcap_alibi";
+    let has_masks = problem.queries.tree.is_some() || !problem.queries.key_ranges.is_none();
+    let serves =
+        move |tile: &HopperPrefillTile| tile.splits_keys && tile.takes_row_masks() == has_masks && tile.serves(problem);
+    HOPPER_PREFILL.iter().filter(move |tile| serves(tile) && takes_rows(tile))
 }
 
 /// Whether there is a kernel for the call's types, sizes and options.
@@ -95,7 +131,7 @@ pub(super) fn is_built_for(problem: &Attention) -> bool {
     tiles(problem).next().is_some()
 }
 
-/// The kernel's tile, with all query heads of a KV head, for the calls that it takes.
+/// The kernel's tile, with all query heads of a KV head, if it can compute the call.
 fn kernel_for(problem: &Attention, device: &Device) -> Option<HopperPrefill> {
     let tile = tiles(problem).min_by_key(|tile| tile.columns())?;
     let group = problem.num_q_heads / problem.num_kv_heads;
@@ -103,21 +139,26 @@ fn kernel_for(problem: &Attention, device: &Device) -> Option<HopperPrefill> {
         return None;
     }
     let prefill = HopperPrefill { tile, pack_gqa: group as i64, packs_per_kv_head: 1 };
-    let rows = problem.num_rows as i64;
-    // Measured with padding heads, without which there are fewer tiles.
-    let tiles = (rows * padded_group(prefill.pack_gqa) / tile.rows()).saturating_mul(problem.num_kv_heads as i64);
-    let is_unbalanced_otherwise = 10 * tiles <= WAVE_TENTHS * i64::from(device.sms);
-    let longest = longest_or_mean_queries(problem);
-    // Prefill packs a power of two of the heads, or all as this kernel does but leaves the keys of a tile whole.
-    let saves_tiles = !group.is_power_of_two() && longest <= prefill.queries_per_tile();
-    // Prefill computes the empty half of a tile too. The average does not count: 60 x 1 and 4 x 230 queries over 4096 keys take
-    // 538 us here, 416 in the fused kernel (32/8 heads, H100).
-    let has_half_tiles = problem.queries.longest > 0 && 2 * longest <= prefill.queries_per_tile();
     let fits = device.has_tensor_maps
         && tile.shared_bytes <= device.shared_memory
         && supports_tma(problem.q.dtype, problem.q.data, &prefill.query_axes(problem))
         && prefill.loads_kv(problem);
-    ((is_unbalanced_otherwise || saves_tiles || has_half_tiles) && has_many_keys(problem) && fits).then_some(prefill)
+    fits.then_some(prefill)
+}
+
+/// Whether prefill would take longer.
+fn is_faster(prefill: &HopperPrefill, call: &Call) -> bool {
+    let (problem, rows, group) = (call.problem, call.rows(), call.group());
+    // Measured with padding heads, without which there are fewer tiles.
+    let tiles = (rows * padded_group(group) / prefill.tile.rows()).saturating_mul(problem.num_kv_heads as i64);
+    let is_unbalanced_otherwise = 10 * tiles <= WAVE_TENTHS * i64::from(call.device.sms);
+    let longest = longest_or_mean_queries(problem);
+    // Prefill packs a power of two of the heads, or all as this kernel does but leaves the keys of a tile whole.
+    let saves_tiles = group.count_ones() != 1 && longest <= prefill.queries_per_tile();
+    // Prefill computes the empty half of a tile too. The average does not count: 60 x 1 and 4 x 230 queries over 4096 keys take
+    // 538 us here, 416 in the fused kernel (32/8 heads, H100).
+    let has_half_tiles = problem.queries.longest > 0 && 2 * longest <= prefill.queries_per_tile();
+    (is_unbalanced_otherwise || saves_tiles || has_half_tiles) && has_many_keys(problem)
 }
 
 #[cfg(test)]
@@ -244,7 +285,7 @@ pub(super) mod tests {
     fn other_calls_are_left_to_other_strategies() {
         let plain = few_queries(16, 5, [28, 4]);
         let long = few_queries(64, 16, [28, 4]);
-        let mut capped = plain;
+        let mut capped = few_queries(16, 2, [28, 4]);
         capped.score.softcap = 30.0;
         for problem in [
             // Decode, many queries, few keys per query.

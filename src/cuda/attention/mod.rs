@@ -51,9 +51,10 @@ use tiles::AttentionTile;
 type Strategy = for<'c> fn(&Call<'c>) -> Result<Option<Launches<'c>>>;
 
 /// The strategies, in the order in which they are tried.
-const STRATEGIES: [Strategy; 13] = [
+const STRATEGIES: [Strategy; 14] = [
     bias::launches,                              // a bias of pairs of rows and keys
-    row_masks::launches,                         // rows with masks of their own
+    hopper_split_kv::launches_of_row_masks,      // rows with masks of their own
+    row_masks::launches,                         // likewise, on every GPU
     portable_split_kv::launches_of_large_groups, // all sequences are short, and have many query heads per KV head
     hopper::launches_over_few_keys,              // all sequences are short, and have few keys
     cluster_decode::launches,                    // few sequences, all short
@@ -196,6 +197,7 @@ enum Parameter<'c> {
     PrefillBias(PrefillParameter<'c>, Bias),
     PrefillKeyRanges(PrefillParameter<'c>),
     PrefillTokenScales(PrefillParameter<'c>, KvScaleCache),
+    PrefillRowMasks(PrefillParameter<'c>),
     Fused(Box<FusedParameter<'c>>),
     Latent(LatentParameter<'c>),
 }
@@ -213,6 +215,7 @@ impl kernel_launch::Parameter for Parameter<'_> {
             Self::PrefillBias(of, bias) => of.bias_params(bias)?.pass(enqueue),
             Self::PrefillKeyRanges(of) => of.key_range_params()?.pass(enqueue),
             Self::PrefillTokenScales(of, scales) => of.token_scale_params(scales)?.pass(enqueue),
+            Self::PrefillRowMasks(of) => of.row_mask_params()?.pass(enqueue),
             Self::Fused(of) => of.params()?.pass(enqueue),
             Self::Latent(of) => of.params()?.pass(enqueue),
         }

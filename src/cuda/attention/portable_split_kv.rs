@@ -74,7 +74,7 @@ mod tests {
     use super::*;
     use crate::cuda::device::Device;
     use crate::problem::KvScaleCache;
-    use crate::problem::attention::{KeyStorage, Keys, PageTable, Queries};
+    use crate::problem::attention::{KeyStorage, Keys, PageTable, Queries, Score};
     use crate::tensor::{DType, Tensor};
 
     const ALL: (i32, i32) = (1, i32::MAX);
@@ -153,16 +153,15 @@ mod tests {
         let hopper = device(true);
         let plain = few_queries(4, 8, [32, 8]);
         assert_eq!(first(&plain, &hopper).0, "hopper_split_kv_bf16_128_split_kv_paged_none");
-        let mut capped = plain;
-        capped.score.softcap = 30.0;
-        assert_eq!(first(&capped, &hopper), ("attention_bf16_128_decode_8warps_softcap_alibi", ALL));
-        let mut many = few_queries(4, 16, [32, 8]);
-        many.score.softcap = 30.0;
-        assert_eq!(first(&many, &hopper), ("attention_row_masks_bf16_128", ALL));
+        let capped = |seqs, queries| {
+            let plain = few_queries(seqs, queries, [32, 8]);
+            Attention { score: Score { softcap: 30.0, ..plain.score }, ..plain }
+        };
+        assert_eq!(first(&capped(4, 8), &hopper).0, "hopper_split_kv_bf16_128_split_kv_paged_softcap_alibi");
+        // Half-empty tiles whose scores are transformed.
+        assert_eq!(first(&capped(4, 4), &hopper), ("attention_bf16_128_decode_8warps_softcap_alibi", ALL));
         // A wave of Hopper's prefill is faster.
-        let mut long = few_queries(16, 32, [32, 8]);
-        long.score.softcap = 30.0;
-        assert!(first(&long, &hopper).0.starts_with("hopper_prefill"));
+        assert!(first(&capped(16, 64), &hopper).0.starts_with("hopper_prefill"));
         let wide = Attention { head_dim: 512, value_dim: 512, ..plain };
         assert_eq!(first(&wide, &hopper), ("attention_row_masks_bf16_512", ALL));
     }

@@ -23,7 +23,7 @@ impl KeyRangeSource {
 }
 
 impl TreeMaskSource {
-    fn new(tree: Option<TreeMask>) -> Self {
+    pub(super) fn new(tree: Option<TreeMask>) -> Self {
         tree.map_or(Self { words: null(), max_queries: 0, query_words: 0 }, |tree| Self {
             words: tree.words,
             max_queries: tree.max_queries as i32,
@@ -278,10 +278,15 @@ mod tests {
     fn few_queries_over_many_keys_are_divided_whatever_their_number() {
         let older = Device { capability: 80, ..device(false) };
         let first = |problem: &Attention<'static>, device: &Device| named_on(&bounded(problem), device)[0];
-        for device in [older, device(true)] {
-            assert_eq!(first(&few_queries(1, 64, [32, 8]), &device), (SPLIT, 1, i32::MAX));
-            assert_eq!(first(&few_queries(16, 64, [32, 8]), &device), (UNSPLIT, 17, i32::MAX));
+        let (few, more) = (few_queries(1, 64, [32, 8]), few_queries(16, 64, [32, 8]));
+        assert_eq!(first(&few, &older), (SPLIT, 1, i32::MAX));
+        assert_eq!(first(&more, &older), (UNSPLIT, 17, i32::MAX));
+        let hopper = device(true);
+        for problem in [&few, &more] {
+            assert_eq!(first(problem, &hopper), ("hopper_row_masks_bf16_128_row_masks", 1, i32::MAX));
         }
+        let capped = Attention { score: Score { softcap: 2.0, ..few.score }, ..few };
+        assert_eq!(first(&capped, &hopper), (SPLIT, 1, i32::MAX));
         let invariant = Attention { batch_invariant: true, ..few_queries(1, 64, [32, 8]) };
         assert_eq!(first(&invariant, &older), (UNSPLIT, 17, i32::MAX));
     }

@@ -103,7 +103,8 @@ fn queries(parameter: &Parameter) -> (i32, i32) {
         Parameter::Prefill(of)
         | Parameter::PrefillBias(of, _)
         | Parameter::PrefillKeyRanges(of)
-        | Parameter::PrefillTokenScales(of, _) => (of.attention.min_queries, of.attention.max_queries),
+        | Parameter::PrefillTokenScales(of, _)
+        | Parameter::PrefillRowMasks(of) => (of.attention.min_queries, of.attention.max_queries),
         Parameter::Latent(of) => (of.attention.min_queries, of.attention.max_queries),
         Parameter::Fused(of) => {
             let FusedParameter { prefill, decode } = &**of;

@@ -5,6 +5,7 @@ use super::bias::BiasSource;
 use super::divisor::IndexDivisor;
 use super::key_ranges::KeyRangeSource;
 use super::tensor_map::TensorMap;
+use super::tree_mask::TreeMaskSource;
 
 /// The parameter of `hopper_prefill`, `hopper_prefill_8bit`, `hopper_prefill_fp8`, `hopper_split_kv`, `hopper_split_kv_8bit` and
 /// `hopper_prefill_f32`, which uses no tensor maps.
@@ -65,6 +66,15 @@ pub struct HopperPrefillParams {
 pub struct HopperKeyRangeParams {
     pub prefill: HopperPrefillParams,
     pub ranges: KeyRangeSource,
+}
+
+/// The parameter of `hopper_row_masks`.
+#[derive(Clone, Copy)]
+#[repr(C)]
+pub struct HopperRowMaskParams {
+    pub prefill: HopperPrefillParams,
+    pub ranges: KeyRangeSource,
+    pub tree: TreeMaskSource,
 }
 
 /// The parameter of `hopper_bias`. Its tiles have rows of one query head.

@@ -64,6 +64,7 @@ kernel_params!(
     hopper_prefill::HopperFusedParams,
     hopper_prefill::HopperKeyRangeParams,
     hopper_prefill::HopperPrefillParams,
+    hopper_prefill::HopperRowMaskParams,
     hopper_prefill::HopperTokenScaleParams,
     key_ranges::KeyRangeBackwardParams,
     key_ranges::KeyRangeParams,

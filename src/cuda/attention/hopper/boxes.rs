@@ -27,7 +27,7 @@ impl HopperPrefill {
 
     /// Whether K and V are pages in boxes of one atom column, of several. Boxes that clip columns cannot have more. They take the
     /// kernels for contiguous keys, whose blocks are one atom column after the other.
-    pub(super) fn clips_pages(&self, problem: &Attention) -> bool {
+    pub(in crate::cuda::attention) fn clips_pages(&self, problem: &Attention) -> bool {
         matches!(problem.keys.storage, KeyStorage::Paged(_))
             && self.clips_columns(problem)
             && i64::from(self.tile.dim) > self.tile.kv_atom_row()

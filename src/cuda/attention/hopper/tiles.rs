@@ -74,11 +74,20 @@ impl HopperPrefillTile {
         self.ctas_per_sm > 1
     }
 
+    /// Whether rows may have bounds of their keys and trees, and keys are divided between CTAs.
+    pub(in crate::cuda::attention) fn takes_row_masks(&self) -> bool {
+        self.splits_keys && self.takes_key_ranges
+    }
+
     /// Whether the tile takes the call's bounds of keys, or that it has none.
     fn suits_key_ranges(&self, problem: &Attention) -> bool {
-        let has_ranges = !problem.queries.key_ranges.is_none();
-        self.takes_key_ranges == has_ranges
-            && (!has_ranges || matches!(problem.keys.storage, KeyStorage::Contiguous { .. }))
+        match problem.keys.storage {
+            KeyStorage::Paged(_) if self.takes_row_masks() => true,
+            KeyStorage::Paged(_) => problem.queries.key_ranges.is_none() && !self.takes_key_ranges,
+            KeyStorage::Contiguous { .. } => {
+                !self.takes_row_masks() && self.takes_key_ranges != problem.queries.key_ranges.is_none()
+            }
+        }
     }
 
     /// Whether rows of the bias may begin anywhere (`kShiftsBias` in `shape.cuh`), because TMA does not load it.
