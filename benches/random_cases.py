@@ -135,24 +135,36 @@ def prepare(case, make_calls, table):
     return {name: in_turn([one[name] for one in calls]) for name in agreeing(first, 3e-2)}
 
 
+def timed(draw_case, given, output, make_calls, timing):
+    """Each case of the seed that fits the time, and the microseconds of its calls by name.
+
+    A line of JSON per case goes to $OUT/<output>.jsonl if OUT is set, otherwise it is printed.
+    """
+    given = {"seed": "1", "count": "200", "seconds": "inf"} | given
+    folder = os.environ.get("OUT")
+    lines = (pathlib.Path(folder) / f"{output}.jsonl").open("w") if folder else None
+    start = time.monotonic()
+    for case in cases(draw_case, int(given["seed"]), int(given["count"])):
+        if time.monotonic() - start > float(given["seconds"]):
+            break
+        times = milliseconds(make_calls(case), **timing)
+        torch.cuda.empty_cache()
+        us = {name: round(1e3 * ms, 2) for name, ms in times.items()}
+        print(json.dumps({"case": case.name, "us": us}), file=lines, flush=True)
+        yield case, us
+
+
 def main(group="paged", *words):
     """Times the cases; prints a line per case, then the ratios."""
-    given = {"seed": "1", "count": "200", "seconds": "inf"} | dict(word.split("=") for word in words)
+    given = dict(word.split("=") for word in words)
     draw_case, make_calls, table = GROUPS[group]
     if "peers" in given:
         table = {name: table[name] for name in given["peers"].split(",")}
     start, ratios = time.monotonic(), {}
-    folder = os.environ.get("OUT")
-    lines = (pathlib.Path(folder) / f"random_{group}.jsonl").open("w") if folder else None
-    for case in cases(draw_case, int(given["seed"]), int(given["count"])):
-        if time.monotonic() - start > float(given["seconds"]):
-            break
-        times = milliseconds(prepare(case, make_calls, table), **TIMING)
-        torch.cuda.empty_cache()
-        us = {name: round(1e3 * ms, 2) for name, ms in times.items()}
-        print(json.dumps({"case": case.name, "us": us}), file=lines, flush=True)
-        if len(times) > 1:
-            ratios[case.name] = min(t for name, t in times.items() if name != "ours") / times["ours"]
+    calls_of = functools.partial(prepare, make_calls=make_calls, table=table)
+    for case, us in timed(draw_case, given, f"random_{group}", calls_of, TIMING):
+        if len(us) > 1:
+            ratios[case.name] = min(t for name, t in us.items() if name != "ours") / us["ours"]
     print(f"{len(ratios)} cases beside peers, {time.monotonic() - start:.0f} s")
     for name, ratio in sorted(ratios.items(), key=lambda item: item[1])[: len(ratios) // 3]:
         print(f"{ratio:.2f} {name}")

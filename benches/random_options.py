@@ -6,16 +6,12 @@ $OUT/random_options.jsonl if OUT is set, and at the end each option's share in g
 """
 
 import functools
-import json
-import os
-import pathlib
 import statistics
-import time
 
 import torch
 
-from harness import milliseconds, paged_attention, paged_operands
-from random_cases import cases, draw_paged
+from harness import paged_attention, paged_operands
+from random_cases import draw_paged, timed
 
 # Shorter than beside other libraries: a case has more than ten calls.
 TIMING = {"graph_seconds": 2e-3, "rounds": 3, "pause_seconds": 5e-3}
@@ -61,16 +57,9 @@ def calls_of(case):
 
 def main(*words):
     """Times the cases; prints a line per case, then the shares."""
-    given = {"seed": "1", "count": "200", "seconds": "inf"} | dict(word.split("=") for word in words)
-    start, shares = time.monotonic(), {}
-    folder = os.environ.get("OUT")
-    lines = (pathlib.Path(folder) / "random_options.jsonl").open("w") if folder else None
-    for case in cases(draw_paged, int(given["seed"]), int(given["count"])):
-        if time.monotonic() - start > float(given["seconds"]):
-            break
-        us = {name: round(1e3 * ms, 2) for name, ms in milliseconds(calls_of(case), **TIMING).items()}
-        torch.cuda.empty_cache()
-        print(json.dumps({"case": case.name, "us": us}), file=lines, flush=True)
+    shares = {}
+    given = dict(word.split("=") for word in words)
+    for case, us in timed(draw_paged, given, "random_options", calls_of, TIMING):
         for name in us.keys() - {"plain"}:
             shares.setdefault(name, []).append((us[name] / us["plain"], us["plain"], case.name))
     for name, found in sorted(shares.items()):

@@ -163,6 +163,7 @@ mod on_their_own_gpu {
     fn cluster_decode_is_chosen() {
         let Some(gpu) = Gpu::with_tuned_kernels_or_skip() else { return };
         let (few, many) = (decode(&[500, 0, 130, 1, 260], 0), decode(&[700, 0, 130, 1, 260, 5, 64, 900, 2, 30], 0));
+        let fit_many = Gpu::sms() > many.lengths.len();
         let expect = |spec: &BatchSpec, variant: &str| {
             AttentionCase::paged(&spec.batch(), &MemoryLayout::default())
                 .invocation()
@@ -177,29 +178,23 @@ mod on_their_own_gpu {
             ] {
                 expect(&BatchSpec { dtypes, head_dim, heads: (4, 1), ..few.clone() }, &variant);
             }
-            if Gpu::sms() > many.lengths.len() {
+            if fit_many {
                 let spec = BatchSpec { dtypes: Dtypes::over(BF16, F8E4M3FN), head_dim, heads: (4, 1), ..many.clone() };
                 expect(&spec, &format!("fp8_fp8_{head_dim}_softcap_alibi_any_per_sequence"));
             }
         }
         for (dtypes, name) in DTYPES.into_iter().zip(["bf16", "f16"]) {
             for head_dim in [64, 128, 256] {
-                for (softcap, mask, variant) in [
-                    (0.0, Mask::CAUSAL, "none_plain"),
-                    (0.0, Mask { window_left: 500, ..Mask::CAUSAL }, "none_any"),
-                    (2.5, Mask::CAUSAL, "softcap_alibi_any"),
+                for (softcap, mask, of_few, of_many) in [
+                    (0.0, Mask::CAUSAL, "none_plain", "none_per_sequence"),
+                    (0.0, Mask { window_left: 500, ..Mask::CAUSAL }, "none_any", "none_any_per_sequence"),
+                    (2.5, Mask::CAUSAL, "softcap_alibi_any", "softcap_alibi_any_per_sequence"),
                 ] {
                     let spec = BatchSpec { dtypes, head_dim, softcap, mask, heads: (4, 1), ..few.clone() };
-                    expect(&spec, &format!("{name}_{head_dim}_{variant}"));
-                }
-                if Gpu::sms() > many.lengths.len() {
-                    for (softcap, mask, variant) in [
-                        (0.0, Mask::CAUSAL, "none_per_sequence"),
-                        (0.0, Mask { window_left: 500, ..Mask::CAUSAL }, "none_any_per_sequence"),
-                        (2.5, Mask::CAUSAL, "softcap_alibi_any_per_sequence"),
-                    ] {
-                        let spec = BatchSpec { dtypes, head_dim, softcap, mask, heads: (4, 1), ..many.clone() };
-                        expect(&spec, &format!("{name}_{head_dim}_{variant}"));
+                    expect(&spec, &format!("{name}_{head_dim}_{of_few}"));
+                    if fit_many {
+                        let lengths = many.lengths.clone();
+                        expect(&BatchSpec { lengths, ..spec }, &format!("{name}_{head_dim}_{of_many}"));
                     }
                 }
             }

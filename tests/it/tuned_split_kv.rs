@@ -30,13 +30,16 @@ pub(crate) fn layout(seed: usize, page_size: usize) -> MemoryLayout {
         0 => MemoryLayout::contiguous(),
         _ => MemoryLayout::paged(KvLayout::PAGED[seed / 2 % 4], page_size),
     };
+    MemoryLayout { seqused_q: seed % 5 == 1, ..with_room(seed, &layout) }
+}
+
+/// The layout with rows around its own and a workspace, which has room for a few CTAs' partials only in one of six.
+fn with_room(seed: usize, layout: &MemoryLayout) -> MemoryLayout {
     MemoryLayout {
         rows_around: (3, 5),
-        seqused_q: seed % 5 == 1,
-        // The last has room for a few CTAs' partials only.
         workspace: Some(if seed % 6 == 4 { 1_000_000 } else { WORKSPACE }),
         seed: seed as u64,
-        ..layout
+        ..*layout
     }
 }
 
@@ -69,43 +72,6 @@ fn few_queries_over_many_keys_agree_with_the_reference() {
         let layout = layout(seed, page_sizes[seed % 6]);
         let name = format!("{seed}: {spec:?}");
         assert_named_matches_reference(&name, &mut AttentionCase::flash(&spec.batch(), &layout));
-    }
-}
-
-/// Trees of one tile and of several, among sequences without one, and bounds of rows' keys; keys that no row attends to hold
-/// NaN.
-#[test]
-fn rows_with_masks_of_their_own_agree_with_the_reference() {
-    let dtypes = [Dtypes::same(BF16), Dtypes::same(F16), Dtypes::wide(BF16, BF16)];
-    for seed in calls_for_tiles(0..24_usize) {
-        let tree = [Some(40), Some(70), None][seed / 2 % 3];
-        let masks = if tree.is_some() { [Mask::CAUSAL, Mask::sliding(150), Mask::CAUSAL, Mask::CAUSAL] } else { MASKS };
-        let spec = BatchSpec {
-            dtypes: dtypes[seed % 3],
-            heads: [(8, 2), (7, 1), (4, 4), (40, 1)][seed % 4],
-            head_dim: [128, 64, 256][(seed / 2 + seed / 6) % 3],
-            lengths: [LENGTHS[seed / 3 % 4], &[(9, 200), (40, 300), (1, 400), (70, 90), (12, 7), (33, 33)]][seed % 2]
-                .to_vec(),
-            mask: masks[seed % 4],
-            tree,
-            key_bounds: KeyBounds::ALL[(seed + 1) % KeyBounds::ALL.len()],
-            leftpad: tree.is_none() && seed % 2 == 0,
-            sinks: seed % 2 == 0,
-            seed: seed as u64,
-            ..BatchSpec::default()
-        };
-        let layout = MemoryLayout {
-            rows_around: (3, 5),
-            workspace: Some(if seed % 6 == 4 { 1_000_000 } else { WORKSPACE }),
-            seed: seed as u64,
-            ..MemoryLayout::paged(KvLayout::Interleaved, [16, 64, 24, 8][seed / 3 % 4])
-        };
-        let batch = spec.batch();
-        let mut case = match tree {
-            Some(_) => AttentionCase::paged(&batch, &layout),
-            None => AttentionCase::flash(&batch, &MemoryLayout { seqused_q: seed % 4 == 1, ..layout }),
-        };
-        assert_named_matches_reference(&format!("{seed}: {spec:?}"), &mut case);
     }
 }
 
@@ -153,13 +119,40 @@ fn few_queries_over_scaled_rows_agree_with_the_reference() {
             seed: seed as u64,
             ..BatchSpec::default()
         };
-        let layout = MemoryLayout {
-            rows_around: (3, 5),
-            workspace: Some(if seed % 6 == 4 { 1_000_000 } else { WORKSPACE }),
-            seed: seed as u64,
-            ..MemoryLayout::paged(KvLayout::Interleaved, [16, 24, 8, 128][seed / 3 % 4])
-        };
+        let layout = with_room(seed, &MemoryLayout::paged(KvLayout::Interleaved, [16, 24, 8, 128][seed / 3 % 4]));
         assert_named_matches_reference(&format!("{seed}: {spec:?}"), &mut AttentionCase::paged(&spec.batch(), &layout));
+    }
+}
+
+/// Trees of one tile and of several, among sequences without one, and bounds of rows' keys; keys that no row attends to hold
+/// NaN.
+#[test]
+fn rows_with_masks_of_their_own_agree_with_the_reference() {
+    let dtypes = [Dtypes::same(BF16), Dtypes::same(F16), Dtypes::wide(BF16, BF16)];
+    for seed in calls_for_tiles(0..24_usize) {
+        let tree = [Some(40), Some(70), None][seed / 2 % 3];
+        let masks = if tree.is_some() { [Mask::CAUSAL, Mask::sliding(150), Mask::CAUSAL, Mask::CAUSAL] } else { MASKS };
+        let spec = BatchSpec {
+            dtypes: dtypes[seed % 3],
+            heads: [(8, 2), (7, 1), (4, 4), (40, 1)][seed % 4],
+            head_dim: [128, 64, 256][(seed / 2 + seed / 6) % 3],
+            lengths: [LENGTHS[seed / 3 % 4], &[(9, 200), (40, 300), (1, 400), (70, 90), (12, 7), (33, 33)]][seed % 2]
+                .to_vec(),
+            mask: masks[seed % 4],
+            tree,
+            key_bounds: KeyBounds::ALL[(seed + 1) % KeyBounds::ALL.len()],
+            leftpad: tree.is_none() && seed % 2 == 0,
+            sinks: seed % 2 == 0,
+            seed: seed as u64,
+            ..BatchSpec::default()
+        };
+        let layout = with_room(seed, &MemoryLayout::paged(KvLayout::Interleaved, [16, 64, 24, 8][seed / 3 % 4]));
+        let batch = spec.batch();
+        let mut case = match tree {
+            Some(_) => AttentionCase::paged(&batch, &layout),
+            None => AttentionCase::flash(&batch, &MemoryLayout { seqused_q: seed % 4 == 1, ..layout }),
+        };
+        assert_named_matches_reference(&format!("{seed}: {spec:?}"), &mut case);
     }
 }
 
@@ -203,11 +196,10 @@ mod on_their_own_gpu {
                     mask: Mask::CAUSAL,
                     ..BatchSpec::default()
                 };
-                let pages =
-                    MemoryLayout { workspace: Some(WORKSPACE), ..MemoryLayout::paged(KvLayout::Interleaved, 16) };
+                let [contiguous, pages] = [MemoryLayout::contiguous(), MemoryLayout::paged(KvLayout::Interleaved, 16)]
+                    .map(|layout| MemoryLayout { workspace: Some(WORKSPACE), ..layout });
                 for (softcap, logits) in [(0.0, "none"), (2.5, "softcap_alibi")] {
                     let batch = BatchSpec { softcap, ..spec.clone() }.batch();
-                    let contiguous = MemoryLayout { workspace: Some(WORKSPACE), ..MemoryLayout::contiguous() };
                     for (layout, keys) in [(&contiguous, "contiguous"), (&pages, "paged")] {
                         AttentionCase::flash(&batch, layout).invocation().assert_logs(
                             &gpu,

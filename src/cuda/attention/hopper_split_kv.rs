@@ -4,7 +4,6 @@ use super::decode;
 use super::hopper::{HopperPrefill, LARGEST_PACK, PrefillParameter, padded_group};
 use super::split::{KvSplit, WorkUnit, longest_tile};
 use super::{Call, Launch, Launches, MAX_SHORT_ROWS, Parameter, UNLIMITED, longest_or_mean_queries};
-use crate::cuda::device::Device;
 use crate::cuda::enqueue::LaunchConfig;
 use crate::cuda::params::attention::AttentionParams;
 use crate::cuda::tensor_map::supports_tma;
@@ -26,7 +25,7 @@ const KEYS_PER_QUERY: i64 = 8;
 
 /// Strategy: one launch for all sequences, of any length.
 pub(super) fn launches<'c>(call: &Call<'c>) -> Result<Option<Launches<'c>>> {
-    let prefill = kernel_for(call.problem, &call.device).filter(|prefill| is_faster(prefill, call));
+    let prefill = kernel_for(call).filter(|prefill| is_faster(prefill, call));
     prefill.map_or(Ok(None), |prefill| launches_of(call, prefill))
 }
 
@@ -39,16 +38,17 @@ const FEW_MASKED_ROWS: i64 = 64;
 /// have no more queries than those.
 pub(super) fn launches_of_row_masks<'c>(call: &Call<'c>) -> Result<Option<Launches<'c>>> {
     let (problem, queries) = (call.problem, &call.problem.queries);
-    let has_masks = match queries.tree {
-        Some(tree) => longest_or_mean_queries(problem) <= tree.max_queries as i64,
-        None => !queries.key_ranges.is_none(),
-    };
+    if !call.has_row_masks()
+        || queries.tree.is_some_and(|tree| longest_or_mean_queries(problem) > tree.max_queries as i64)
+    {
+        return Ok(None);
+    }
     let are_many = call.seqs().saturating_mul(problem.num_kv_heads as i64) > i64::from(call.device.sms);
     let are_small = longest_tile(problem, 1) <= FEW_MASKED_KEYS && call.packed_rows() <= FEW_MASKED_ROWS;
     // The kernel derives queries' positions from the lengths.
     let has_usual_positions = queries.offset.is_none() && !problem.score.top_left;
-    let takes = has_masks && has_usual_positions && !(are_many && are_small);
-    let prefill = kernel_for(problem, &call.device).filter(|prefill| takes && !prefill.clips_pages(problem));
+    let takes = has_usual_positions && !(are_many && are_small);
+    let prefill = kernel_for(call).filter(|prefill| takes && !prefill.clips_pages(problem));
     prefill.map_or(Ok(None), |prefill| launches_of(call, prefill))
 }
 
@@ -116,29 +116,29 @@ pub(super) fn keys_per_slot(problem: &Attention) -> i64 {
 
 /// The tiles for the call's types, sizes and options. A soft cap or ALiBi, which takes as long for rows that are empty, is left to decode's
 /// smaller tiles where its rows suffice: 54 x 5 over 8440 keys, 9/3 heads of 64, take 77 us here and 56 there (H200).
-fn tiles(problem: &Attention) -> impl Iterator<Item = &'static HopperPrefillTile> {
-    let group = (problem.num_q_heads / problem.num_kv_heads) as i64;
-    let has_few_rows = longest_or_mean_queries(problem).saturating_mul(group) <= MAX_SHORT_ROWS;
-    let takes_rows = move |tile: &HopperPrefillTile| !has_few_rows || tile.logits != "softcap_alibi";
-    let has_masks = problem.queries.tree.is_some() || !problem.queries.key_ranges.is_none();
-    let serves =
-        move |tile: &HopperPrefillTile| tile.splits_keys && tile.takes_row_masks() == has_masks && tile.serves(problem);
-    HOPPER_PREFILL.iter().filter(move |tile| serves(tile) && takes_rows(tile))
+fn tiles<'a>(call: &'a Call) -> impl Iterator<Item = &'static HopperPrefillTile> + use<'a> {
+    let (has_few_rows, has_masks) = (call.packed_rows() <= MAX_SHORT_ROWS, call.has_row_masks());
+    HOPPER_PREFILL.iter().filter(move |tile| {
+        tile.splits_keys
+            && tile.takes_row_masks() == has_masks
+            && !(has_few_rows && tile.logits == "softcap_alibi")
+            && tile.serves(call.problem)
+    })
 }
 
 /// Whether there is a kernel for the call's types, sizes and options.
-pub(super) fn is_built_for(problem: &Attention) -> bool {
-    tiles(problem).next().is_some()
+pub(super) fn is_built_for(call: &Call) -> bool {
+    tiles(call).next().is_some()
 }
 
 /// The kernel's tile, with all query heads of a KV head, if it can compute the call.
-fn kernel_for(problem: &Attention, device: &Device) -> Option<HopperPrefill> {
-    let tile = tiles(problem).min_by_key(|tile| tile.columns())?;
-    let group = problem.num_q_heads / problem.num_kv_heads;
-    if problem.batch_invariant || group > LARGEST_PACK as usize || problem.num_kv_heads > device.sms as usize {
+fn kernel_for(call: &Call) -> Option<HopperPrefill> {
+    let Call { problem, device, .. } = call;
+    let tile = tiles(call).min_by_key(|tile| tile.columns())?;
+    if problem.batch_invariant || call.group() > LARGEST_PACK || problem.num_kv_heads > device.sms as usize {
         return None;
     }
-    let prefill = HopperPrefill { tile, pack_gqa: group as i64, packs_per_kv_head: 1 };
+    let prefill = HopperPrefill { tile, pack_gqa: call.group(), packs_per_kv_head: 1 };
     let fits = device.has_tensor_maps
         && tile.shared_bytes <= device.shared_memory
         && supports_tma(problem.q.dtype, problem.q.data, &prefill.query_axes(problem))
@@ -154,7 +154,7 @@ fn is_faster(prefill: &HopperPrefill, call: &Call) -> bool {
     let is_unbalanced_otherwise = 10 * tiles <= WAVE_TENTHS * i64::from(call.device.sms);
     let longest = longest_or_mean_queries(problem);
     // Prefill packs a power of two of the heads, or all as this kernel does but leaves the keys of a tile whole.
-    let saves_tiles = group.count_ones() != 1 && longest <= prefill.queries_per_tile();
+    let saves_tiles = padded_group(group) != group && longest <= prefill.queries_per_tile();
     // Prefill computes the empty half of a tile too. The average does not count: 60 x 1 and 4 x 230 queries over 4096 keys take
     // 538 us here, 416 in the fused kernel (32/8 heads, H100).
     let has_half_tiles = problem.queries.longest > 0 && 2 * longest <= prefill.queries_per_tile();

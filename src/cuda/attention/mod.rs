@@ -123,6 +123,12 @@ impl<'c> Call<'c> {
         (self.problem.num_q_heads / self.problem.num_kv_heads) as i64
     }
 
+    /// Whether rows have masks of their own: bounds of their keys, or trees.
+    fn has_row_masks(&self) -> bool {
+        let queries = &self.problem.queries;
+        queries.tree.is_some() || !queries.key_ranges.is_none()
+    }
+
     /// Packed rows of the longest sequence, or of a sequence on average if the caller does not say.
     fn packed_rows(&self) -> i64 {
         longest_or_mean_queries(self.problem).saturating_mul(self.group())

@@ -14,7 +14,7 @@ pub(super) fn launches<'c>(call: &Call<'c>) -> Result<Option<Launches<'c>>> {
         return Ok(None);
     }
     let hopper = call.hopper_prefill();
-    if hopper.is_some() && hopper_split_kv::is_built_for(problem) {
+    if hopper.is_some() && hopper_split_kv::is_built_for(call) {
         return Ok(None);
     }
     let Times { decode, row_masks, most } = Times::of(call, hopper)?;

@@ -37,7 +37,7 @@ impl TreeMaskSource {
 /// are short, or have few queries over many keys; but with `batch_invariant` the kernel of a sequence must not depend on the batch.
 pub(super) fn launches<'c>(call: &Call<'c>) -> Result<Option<Launches<'c>>> {
     let queries = &call.problem.queries;
-    if queries.key_ranges.is_none() && queries.tree.is_none() {
+    if !call.has_row_masks() {
         return Ok(None);
     }
     let split = split_kernel(call.problem, &call.device)?;
